@@ -84,7 +84,8 @@ _alive: WeakValueDictionary[tuple[MatmulSpec, Target, KernelSchedule | None], Ma
 
 @lru_cache(maxsize=_KEPT)
 def _compile(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> Matmul:
-    """The same `Matmul` as long as anyone holds it, or it is one of the last that were asked for."""
+    """Returns the `Matmul` of these arguments: an earlier one while anyone holds it, or if it is among the last asked
+    for."""
     key = spec, target, schedule
     found = _alive.get(key)
     return found or _alive.setdefault(key, Matmul(spec, target, schedule))
@@ -229,7 +230,7 @@ class Matmul:
 
     @property
     def choices(self) -> KernelChoices:
-        """Which kernel family and schedule serve which number of rows: print it, or take `.to_dict()` for JSON. Raises
+        """Returns which kernel family and schedule serve how many rows: print it, or take `.to_dict()` for JSON. Raises
         TargetError for the CPU, which has one program for all."""
         return self._runtime.choices()
 

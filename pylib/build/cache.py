@@ -51,7 +51,7 @@ _MLIR = {"mlir": "mlir_python_bindings", "torch_mlir": "torch_mlir"}
 _SOURCES_OF_ENTRIES = ("build/driver.py", "build/cache.py")
 
 Files = dict[str, bytes]
-"""What is kept of a compilation: contents by name."""
+"""The files that the cache keeps of a compilation: contents by name."""
 T = TypeVar("T")
 
 
@@ -175,7 +175,7 @@ class Cache:
         return found
 
     def info(self) -> CacheInfo:
-        """Where the cache is and what it holds."""
+        """Returns the folder of the cache, the number of its entries and their bytes."""
         sizes: list[int] = []
         for path in self.directory.glob("??/*.kernel"):
             with suppress(OSError):  # another process may have deleted it

@@ -41,7 +41,7 @@ def rows_of_tiles(tiles: Sequence[int]) -> tuple[Rows, ...]:
 
 
 def _launches(tiles: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
-    """The launches of each range of rows, by its last row, for up to `most` rows."""
+    """Returns the token tiles that are launched for each range of rows, by its last row, for up to `most` rows."""
     widest, ends = tiles[-1], {token_tile: (token_tile,) for token_tile in tiles}
     for whole in range(1, -(-most // widest)):
         ends |= {whole * widest + token_tile: (*(widest,) * whole, token_tile) for token_tile in tiles}
@@ -49,14 +49,15 @@ def _launches(tiles: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
 
 
 def _ranges(launches: Mapping[int, tuple[int, ...]], beyond: Sequence[int] = ()) -> tuple[Rows, ...]:
-    """Every number of rows, where those beyond the last are for a launch, or for the vendor's matmul."""
+    """Returns contiguous ranges that cover every m. The last one is open and has the tiles of `beyond`; without any, the
+    vendor's matmul serves it."""
     firsts = [1, *(last + 1 for last in launches)]
     found = (Rows(a, b, tiles) for a, (b, tiles) in zip(firsts, launches.items()))
     return (*found, Rows(firsts[-1], None, tuple(beyond)))
 
 
 def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int], most: int | None = None) -> tuple[Rows, ...]:
-    """The rule where a kernel serves any number of rows: one launch.
+    """Returns the ranges of rows where one kernel serves any number of them in one launch.
 
     Up to MOST_DECODED rows the least token tile that holds them serves, or two launches where there is none so wide. Above,
     schedules are chosen for the numbers of tokens in `any_tiles`, and the least of these that is not below m serves; the
@@ -71,8 +72,8 @@ def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int], most: int
 
 
 def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule where weights must not be rounded, or x has 8 bits: the least token tile that holds m rows. More rows take as
-    many launches of the widest token tile as they need."""
+    """Returns the ranges of rows where weights must not be rounded, or x has 8 bits: m rows take the least token tile that
+    holds them. More rows take as many launches of the widest token tile as they need."""
     firsts = [1, *(token_tile + 1 for token_tile in tiles)]
     return (*(Rows(a, b, (b,)) for a, b in zip(firsts, tiles)), Rows(firsts[-1], None, (tiles[-1],)))
 
@@ -98,7 +99,7 @@ class KernelChoices:
     few: KernelChoices | None = None
 
     def launches(self, m: int) -> tuple[KernelRequest, ...]:
-        """The kernels that are launched for m rows, in order."""
+        """Returns the kernels that are launched for m rows, in order."""
         if self.few and m < self.rows[0].first:
             return self.few.launches(m)
         tiles = find_rows(self.rows, m).token_tiles
@@ -161,5 +162,5 @@ def cut_rows(rows: Sequence[Rows], first: int, last: int | None) -> tuple[Rows, 
 
 
 def find_rows(rows: Sequence[Rows], m: int) -> Rows:
-    """The range that m rows are in; no rows at all are in the first."""
+    """Returns the range that m rows are in; m = 0 is in the first."""
     return rows[bisect_left(rows, m, hi=len(rows) - 1, key=lambda each: each.last or m)]

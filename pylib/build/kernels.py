@@ -121,8 +121,8 @@ class Artifacts:
 
     @property
     def _most_launched(self) -> int | None:
-        """The last token tile beyond which the vendor's matmul gains more than it takes to write the weight out; None:
-        never. Without wgmma the family's last token tile is the last for which it does not."""
+        """Returns the last token tile that is launched: beyond it, writing the weight out for the vendor's matmul takes
+        less time. None: a launch serves any number of rows. Without wgmma the family's token tiles end there."""
         if not self._target.has_wgmma:
             return self._any_tiles[-1]
         return _MOST_ON_HOPPER.get((self._spec.outliers, self._spec.bilevel is not None))
@@ -152,7 +152,7 @@ class Artifacts:
         return [tile for tile in tiles if self._schedule and self._is_for(self._schedule, tile)]
 
     def allowed(self, first: int, last: int | None) -> str:
-        """Says which schedules can be given for the rows first to last, with the tokens of those that are for some."""
+        """Returns, for a message, which types of schedules can be given for the rows first to last, and for how many tokens."""
         found: dict[KernelFamily[Any], list[str]] = {}
         for tile in self._tiles_of_rows(first, last):
             for family in self._chooser.families(tile):

@@ -26,7 +26,7 @@ def user_file(gpu: str) -> Path:
 
 
 def gpu_name(target: Target, user: tuple[Table, ...] = ()) -> str | None:
-    """This machine's GPU, where its name makes a difference: where a GPU is compiled for that has several tables."""
+    """Returns the name of this machine's GPU if the target has tables for several GPUs, which the name tells apart."""
     names = {t.gpu for t in (*user, *shipped_tables()) if t.capability == target.capability}
     return _this_gpu() if target.kind == "cuda" and len(names) > 1 else None
 

@@ -1,5 +1,5 @@
-"""What a matmul must give, written down a second time: from the fields of a spec and the tensors as `pack` takes them,
-in NumPy and float64. It imports nothing of the compiler, so that a mistake there cannot be repeated here.
+"""The definition of a matmul's result, written down a second time: from the fields of a spec and the tensors as `pack`
+takes them, in NumPy and float64. It imports nothing of the compiler, so that a mistake there cannot be repeated here.
 
     y[t, n] = sum_k x[t, k] W[n, k] + bias[n]
     W[n, k] = (s[n, k // g] (value(code[n, k]) - z[n, k // g]) + o[n, k // g]) r[n] + outlier[n, k]

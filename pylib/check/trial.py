@@ -21,7 +21,7 @@ Verdict = Literal["right", "wrong", "refused"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case.
+    """The outcome of a case.
 
     kernels  the families that computed it, in order
     detail   why it was refused, or how it was wrong

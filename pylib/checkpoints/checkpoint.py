@@ -45,7 +45,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
 
 
 class Checkpoint:
-    """What `open_checkpoint` returns.
+    """An open checkpoint, as `open_checkpoint` returns it.
 
     tensors               all tensors by name, read when they are looked up
     config                the model's config.json; {} without

@@ -15,7 +15,7 @@ from lowbit.dialect.errors import CheckpointError
 TELLING = re.compile(
     r"(^|_)(transforms?|rotat(ion|ions|e|ed)|hadamard|smoothquant|quarot|spinquant|pre_(quant_)?scale)(_|$)"
 )
-"""What is in the names of entries that say so."""
+"""Found in the names of entries that say that a weight or an activation is transformed."""
 NOTES = ("meta",)
 """Entries that say how a checkpoint was made, and not what it is."""
 TRANSFORMS = "transform_config"

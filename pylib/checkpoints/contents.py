@@ -1,4 +1,5 @@
-"""What is in a checkpoint: a row for each quantized layer and each dense matrix. `lowbit inspect` prints it."""
+"""Lists the contents of a checkpoint: a row for each quantized layer and each dense matrix. `lowbit inspect` prints
+it."""
 
 from __future__ import annotations
 

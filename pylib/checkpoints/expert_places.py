@@ -19,7 +19,7 @@ PROJECTIONS = {
     for names in kinds
     for part, name in enumerate(names)
 }
-"""The same by layer: the matrix, which part of it the layer is, and of how many."""
+"""By the name of a layer: its matrix, which part of that the layer is, and the number of parts."""
 
 
 class Place(NamedTuple):

@@ -1,5 +1,5 @@
-"""What modules and tensors of a checkpoint are called in a model: transformers has other names in some models than in
-their files, and the prefix of the base model may be in one of the two alone."""
+"""Finds the names that modules and tensors of a checkpoint have in a model. transformers names some of them differently
+in files, and the prefix of the base model may be in one of the two alone."""
 
 from __future__ import annotations
 

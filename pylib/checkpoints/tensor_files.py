@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF = ".gguf"
 FLOATS = ("BF16", "F16", "F32", "F64")
-"""What safetensors calls the types of dense weights."""
+"""The types of dense weights, as safetensors names them."""
 LONGEST_JSON = 1 << 27  # bytes; the index of a model of 100,000 tensors takes 10 MB
 
 

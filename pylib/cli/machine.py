@@ -1,4 +1,4 @@
-"""What this machine has to compile and run with: the facts behind `lowbit info`."""
+"""The facts behind `lowbit info`: the GPU, CPU and tools of this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _gpus() -> dict[str, str]:
 
 
 def _target(properties: Any) -> str:
-    """What a GPU is compiled for without a target, and why."""
+    """Returns the target that a GPU is compiled for where none is given, and why."""
     capability = 10 * properties.major + properties.minor
     target = target_of_gpu(capability, properties.shared_memory_per_block_optin)
     if target is None:

@@ -71,7 +71,7 @@ def all_commands(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and exit.")
     ] = False,
 ) -> None:
-    """What all commands have in common."""
+    """The options of all commands."""
 
 
 app.command("compile")(compile_)

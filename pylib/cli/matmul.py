@@ -66,7 +66,7 @@ def compile_(
 
 @dataclass(frozen=True)
 class _Compiled:
-    """What is written: `read` returns a stage by its name; files of a dump begin with `stem`."""
+    """A compiled program to write: `read` returns a stage by its name; files of a dump begin with `stem`."""
 
     target: Target
     stem: str

@@ -45,7 +45,7 @@ Check = Annotated[
 
 @dataclass(frozen=True)
 class Limits:
-    """What a search may take.
+    """Limits of a search.
 
     candidates   schedules per matmul and token tile; None: as many as pay
     seconds      in all

@@ -1,4 +1,4 @@
-"""What `lowbit tune` does with tables that are there: join them, check them, and find what is out of date in them."""
+"""The parts of `lowbit tune` that work on existing tables: join them, check them, and find entries out of date."""
 
 from __future__ import annotations
 

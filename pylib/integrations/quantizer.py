@@ -1,4 +1,4 @@
-"""What transformers does with a `LowbitConfig`: importing this file registers it there.
+"""Quantizes or loads a model for transformers by a `LowbitConfig`. Importing this file registers it there.
 
 `from_pretrained` builds a model without memory, calls `_process_model_before_weight_loading`, loads one tensor after
 the other, and calls `_process_model_after_weight_loading`. Before loading, empty low-bit modules take the places of
@@ -91,7 +91,7 @@ class LowbitQuantizer(HfQuantizer):
 
     @property
     def stays_dense(self) -> dict[str, str]:
-        """Why modules stay dense, by their names, in the words of a Python caller."""
+        """Returns the reasons why modules stay dense, by their names, in the words of a Python caller."""
         return {name: str(reason) for name, reason in self.reasons.items()}
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
@@ -262,12 +262,12 @@ class LowbitQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters beside low-bit layers can be trained: gradients flow to x."""
+        """Tells that adapters beside low-bit layers can be trained, as gradients flow to x."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Whether generate() may compile the model."""
+        """Tells whether generate() may compile the model."""
         return True
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 GROUPED, CAUSAL = "lowbit_grouped", "lowbit_causal"
-"""What transformers calls them: `config._attn_implementation`."""
+"""Names of the two kinds of attention for transformers (`config._attn_implementation`)."""
 
 
 def attention_for(config: Any, tokens: int, context: int) -> str:
@@ -32,7 +32,7 @@ def attention_for(config: Any, tokens: int, context: int) -> str:
 
 
 def _attends_to_all(config: Any) -> bool:
-    """Whether every layer looks at all tokens before."""
+    """Tells whether every layer attends to all earlier tokens, without a window."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     windows = ("sliding_window", "attention_chunk_size")
@@ -40,7 +40,7 @@ def _attends_to_all(config: Any) -> bool:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """What transformers makes for attention that needs no mask."""
+    """Returns None in place of the mask that transformers would make."""
 
 
 def causal_attention(

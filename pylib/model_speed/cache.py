@@ -1,4 +1,4 @@
-"""What models of transformers call their cache of keys and values."""
+"""Finds the name of the argument by which a model of transformers takes its cache of keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the time of a step goes to: seconds by kind of kernel, as torch's profiler counts them."""
+"""Splits the time of a step: seconds by kind of kernel, as torch's profiler counts them."""
 
 from __future__ import annotations
 

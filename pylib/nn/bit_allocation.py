@@ -18,8 +18,8 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer with a candidate: its size, the squared error of its output, and what that adds to the divergence of the
-    model's."""
+    """One candidate format for one layer: its bytes, the squared error of the layer's output, and the KL divergence
+    that this adds to the model."""
 
     config: QuantConfig
     bytes: int

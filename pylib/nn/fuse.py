@@ -31,7 +31,7 @@ from lowbit.pylib.weights.saved import check_same, with_products_of
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """What became of layers that share their input.
+    """The outcome of fusing layers that share their input.
 
     module   the name of the module that holds them
     parts    their names in the module

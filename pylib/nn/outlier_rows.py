@@ -35,12 +35,12 @@ class OutlierRows:
 
     @property
     def density(self) -> float:
-        """The part of all weights that have an outlier."""
+        """Returns the part of all weights that have an outlier."""
         return sum(self.counts) / (len(self.counts) * self.columns)
 
     @property
     def densest(self) -> float:
-        """The same of the row with the most outliers."""
+        """Returns the part of the weights of the densest row that have an outlier."""
         return max(self.counts) / self.columns
 
     def histogram(self, bins: int = BINS) -> list[int]:

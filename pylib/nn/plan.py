@@ -1,4 +1,4 @@
-"""What to do with each module of a model, decided before any of them is touched."""
+"""Decides what to do with each module of a model, before any of them is touched."""
 
 from __future__ import annotations
 

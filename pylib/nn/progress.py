@@ -35,7 +35,7 @@ class LayerBar:
         self._bar.update(self._task, description=name, memory=_memory(self._device))
 
     def end(self) -> None:
-        """It is done."""
+        """The quantization is done."""
         self._bar.advance(self._task)
 
 

@@ -1,4 +1,4 @@
-"""What `lowbit.quantize_` did to a model: a row for each layer, and all of them as a table."""
+"""The report of `lowbit.quantize_`: a row for each layer, and all of them as a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = ("name", "shape", "format", "KB before", "KB after", "error")
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one layer.
+    """The outcome of quantizing one layer.
 
     name          of the module
     shape         of its weight
@@ -67,7 +67,8 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What became of a model: iterate for a `LayerReport` of each module that has a matrix; print it for a table.
+    """The outcome of quantizing a model. Iterate for a `LayerReport` of each module that has a matrix; print it for a
+    table.
 
     rows    a row for each of these modules
     fused   what became of layers that share their input, if `fuse=True` was asked for; rows have the parts' names

@@ -1,4 +1,4 @@
-"""Whether the arguments of a call fit the spec and each other. Every error says how to mend the call."""
+"""Checks that the arguments of a call fit the spec and each other. Every error says how to mend the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What torch's operators run. A call becomes an operator where torch watches it (`pylib.operator.tracing`).
+"""The implementations of torch's operators. A call becomes an operator where torch watches it
+(`pylib.operator.tracing`).
 
 An operator gets the tensors of a weight as a list, in the order of `spec.tensors`, and not as a `PackedWeight`. Making
 one looks at every tensor, which takes as long as everything else; so tensors that have passed once are noted.
@@ -47,7 +48,8 @@ class OperatorCalls:
         return self._run(x, weight)
 
     def _first_matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """The same for a weight that was not seen before, or that is looked at in every call: one of a wide range."""
+        """Runs the matmul with a weight that was not seen before, or whose wide range must be looked at in every
+        call."""
         w = self._readable(weight)
         check_call(self._spec, x, w)
         check_transforms(x)

@@ -1,4 +1,4 @@
-"""What torch has to know of `torch.ops.lowbit.matmul` to trace it: its schema, its result's shape, its gradient.
+"""Declares `torch.ops.lowbit.matmul` to torch, so that it can be traced: schema, shape of the result, gradient.
 
 It takes x, the tensors of a weight in the order of `spec.tensors`, and the matmul: spec, target and schedule as JSON.
 So a graph that holds it can be stored and run by another process, which compiles the matmul when it first meets it.

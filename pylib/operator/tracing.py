@@ -1,4 +1,4 @@
-"""Whether torch watches a call: it compiles or traces a program, or has a transform or a dispatch mode on."""
+"""Tells whether torch watches a call: it compiles or traces a program, or has a transform or a dispatch mode on."""
 
 from __future__ import annotations
 

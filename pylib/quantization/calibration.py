@@ -1,4 +1,5 @@
-"""What calibrated methods know about the inputs of a layer: sums over tokens, of a size that is independent of them."""
+"""Statistics of the inputs of a layer, for calibrated methods: sums over tokens, whose size does not depend on how
+many."""
 
 from __future__ import annotations
 

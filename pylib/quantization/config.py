@@ -1,4 +1,4 @@
-"""What `lowbit.quantize` makes of a weight: `QuantConfig`, and the recipes that have a name."""
+"""`QuantConfig`, which says how `lowbit.quantize` treats a weight, and the recipes that have a name."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class QuantConfig:
 
     @property
     def by_k_quant(self) -> bool:
-        """Whether scales and offsets are chosen together (`k_quants.py`)."""
+        """Tells whether scales and offsets are chosen together (`k_quants.py`)."""
         return self.bilevel is not None or self.zeros == "offset"
 
     @property
@@ -206,7 +206,7 @@ class QuantConfig:
 
     @property
     def quant_method(self) -> str:
-        """What transformers asks its own configurations for. Raises SpecError: it takes a `LowbitConfig`."""
+        """Raises SpecError. transformers reads this of its own configurations only; it takes a `LowbitConfig`."""
         raise SpecError("transformers takes a LowbitConfig: quantization_config=lowbit.LowbitConfig(config)")
 
     def spec(self, n: int, k: int, **others: Any) -> MatmulSpec:

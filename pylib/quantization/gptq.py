@@ -51,7 +51,8 @@ def k_gptq(weight: Tensor, grid: Grid, calibration: Calibration) -> KQuant:
 
 
 def _with_zeros(pair: Pair) -> tuple[Tensor, Tensor]:
-    """Returns scales and zeros with s (q - z) = s q + o; a scale of 0 is a tiny number, beside which o is all."""
+    """Returns scales and zeros with s (q - z) = s q + o. A scale of 0 becomes a tiny one, so that the offset alone
+    remains."""
     scales = pair.scales.values
     scales = torch.where(scales == 0, TINY, scales)
     return scales, torch.zeros_like(scales) if pair.offsets is None else -pair.offsets.values / scales

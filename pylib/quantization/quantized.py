@@ -98,13 +98,13 @@ class QuantizedWeight(UnpackedWeight):
 
     @torch.no_grad()
     def fold_into(self, previous: nn.Module) -> QuantizedWeight:
-        """Divide what the layer before gives by the column scales, in its own weight (and bias), and return the
-        quantized weight without them.
+        """Divide the previous layer's output by the column scales, in its weight and bias, and return the quantized
+        weight without them.
 
         previous   a norm with a weight [k], or a linear layer with k outputs, whose output is the input of this weight
                    and of no other: siblings are quantized as one weight, row below row, and `split` afterwards.
 
-        A norm that multiplies by 1 + weight, as Gemma's does, is none of these.
+        Norms that multiply by 1 + weight (Gemma's) are not supported.
         """
         if self.column_scales is None:
             return self
@@ -140,7 +140,7 @@ class QuantizedWeight(UnpackedWeight):
 
     @property
     def _shared_rows(self) -> int:
-        """How many rows share a second level; 1 without one."""
+        """Returns how many rows share a second level; 1 without one."""
         return self.config.second_level.rows if self.config.second_level else 1
 
     def _blocks(self, sizes: Sequence[int]) -> list[dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Whether scales are of a type that reaches as low, and as high, as a weight needs, with the digits that it needs."""
+"""Checks that the scales' type reaches as low and as high as a weight needs, with the digits that it needs."""
 
 from __future__ import annotations
 

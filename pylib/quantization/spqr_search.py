@@ -24,7 +24,7 @@ from lowbit.pylib.torch_types import TORCH
 RATIOS = tuple(1 - 0.1 * step for step in range(8))
 """How far from the middle of a group the ends of a range may be, in parts of the group's own ends."""
 CUTS = ((0.0, 0.0), (0.15, 0.0), (0.0, 0.15), (0.15, 0.15))
-"""What may be cut off the range of 16 scales, or zeros, below and above, in parts of it: the rest has finer codes."""
+"""Parts of the range of 16 scales, or zeros, that the search cuts off below and above, so that codes are finer."""
 NEAR = 3  # codes that are tried on both sides of the nearest
 LARGEST = 64  # columns of a group in which errors are made up for; in larger ones losses take them as independent
 COPIES = 8  # temporaries in f32, for each weight and candidate

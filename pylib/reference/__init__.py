@@ -1,4 +1,4 @@
-"""What a matmul must give: the definition in float64, and a derived bound on how far a kernel may be off.
+"""The result that a matmul must give, in float64, and a derived bound on how far a kernel may be off.
 
     x, codes, scales, zeros, bias = random_problem(spec, m=4, seed=0)
     y = mm(x, pack(spec, codes, scales, zeros, bias))

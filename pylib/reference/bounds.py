@@ -62,7 +62,7 @@ def tolerance(
     folded: bool = False,
     **others: Array,
 ) -> F64:
-    """The largest |y - matmul(...)| [m, n] of a correct kernel; non-finite weights contribute nothing.
+    """Returns the largest |y - matmul(...)| [m, n] of a correct kernel. Non-finite weights contribute nothing.
 
     dequantized     the kernel rounds whole weights to the operand's type (as the dequantize kernel does) and then
                     accumulates all of k
@@ -92,7 +92,7 @@ def tolerance(
 
 
 def agrees(y: Array, expected: F64, tolerance: F64) -> NDArray[np.bool_]:
-    """Where y is within the tolerance of what is expected; NaN and inf must be met exactly. bool [m, n]."""
+    """Tells where y is within the tolerance of `expected`, bool [m, n]. NaN and inf must be met exactly."""
     given = f64(y)
     with np.errstate(invalid="ignore"):
         near = np.abs(given - expected) <= tolerance
@@ -109,7 +109,7 @@ def _accumulated(
     dequantized: bool,
     rounded_zeros: bool,
 ) -> F64:
-    """The part of `tolerance` that is there before y is rounded."""
+    """Returns the part of `tolerance` that comes from the sums, before y is rounded."""
     t = spec.dtype
     magnitude, size = np.abs(decode(spec, codes)), np.abs(scale)
     magnitude = np.where(np.isfinite(magnitude), magnitude, 0.0)
@@ -137,7 +137,7 @@ def _accumulated(
 
 
 def _offset_error(spec: MatmulSpec, x: Array, offset: F64, dequantized: bool) -> F64:
-    """The part of `tolerance` that offsets [n, k] bring."""
+    """Returns the part of `tolerance` that comes from offsets [n, k]."""
     additions = OTHER_ADDITIONS + spec.k if dequantized else OTHER_ADDITIONS + (spec.group_size or spec.k) + spec.groups
     times = 2 if spec.bilevel else 1  # they are rounded before they are added
     unit = ADDITION * additions + dequantized * times * ROUNDING[spec.act][0]
@@ -159,8 +159,8 @@ def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
 
 
 def _folding_error(spec: MatmulSpec, x: F64, given: Mapping[str, Array]) -> F64:
-    """The part of `tolerance` that folded scales bring: |sum_k x (w' - w)| with w' the weight that is multiplied, and
-    what the tensor core loses where it adds up all columns.
+    """Returns the part of `tolerance` that comes from folded scales: |sum_k x (w' - w)| with w' the weight that is
+    multiplied, and the loss of the tensor core where it adds up all columns.
 
     Each of the 33 terms of an addition is cut 13 bits below the largest, a product or the sum so far.
     """

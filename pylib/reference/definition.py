@@ -71,7 +71,7 @@ def index_of(spec: MatmulSpec, codes: Array) -> NDArray[np.int64]:
 
 
 def scale_of(spec: MatmulSpec, scales: Array, others: Mapping[str, Array]) -> F64:
-    """The product of all scales: [n, k]."""
+    """Returns the product of all scales: [n, k]."""
     result = _spread(spec, _second_level(spec, "scale", scales, others))
     for slot in spec.given_tensors:
         if slot.role == "scale" and slot.name in others:
@@ -80,7 +80,7 @@ def scale_of(spec: MatmulSpec, scales: Array, others: Mapping[str, Array]) -> F6
 
 
 def zero_of(spec: MatmulSpec, zeros: Array | None, others: Mapping[str, Array]) -> F64:
-    """The zeros: [n, k], or one 0."""
+    """Returns the zeros [n, k]; [[0]] without any."""
     if zeros is None or spec.zeros == "int":
         return _spread(spec, zeros)
     return _spread(spec, _second_level(spec, "zero", zeros, others))
@@ -103,7 +103,7 @@ def _second_level(spec: MatmulSpec, role: Role, given: Array, others: Mapping[st
 
 
 def row_scale_of(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
-    """The product of all scales of rows: [n, 1], or one 1."""
+    """Returns the product of all scales of rows [n, 1]; [[1]] without any."""
     result = np.ones((1, 1))
     for slot in spec.given_tensors:
         if slot.role == "scale" and slot.index != "group" and slot.name in others:
@@ -112,7 +112,7 @@ def row_scale_of(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
 
 
 def offset_of(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
-    """The sum of all offsets, scaled by row: [n, k], or one 0."""
+    """Returns the sum of all offsets, scaled by row [n, k]; [[0]] without any."""
     result = np.zeros((1, 1))
     for slot in spec.given_tensors:
         if slot.role == "offset" and slot.name in others:

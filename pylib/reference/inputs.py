@@ -119,7 +119,7 @@ def _draw_scales(rng: np.random.Generator, slot: TensorSlot, typical: float) -> 
 
 
 def _typical_scale(spec: MatmulSpec, weights: F64) -> float:
-    """The scale that brings y to O(1)."""
+    """Returns the scale that brings y to O(1)."""
     rms = np.sqrt(np.mean(np.square(weights[np.isfinite(weights)]))) or 1.0
     return max(1.0 / (rms * np.sqrt(spec.k)), 2 * LEAST_SCALE.get(spec.scale, 0.0))
 

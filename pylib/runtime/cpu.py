@@ -104,14 +104,15 @@ class CpuMatmul:
         return program_stages(self.spec, "few" if m <= self.few_tokens else "many", self.cpu)
 
     def rounds_weights(self, m: int) -> bool:
-        """Whether m rows are multiplied by weights that are rounded to bf16."""
+        """Tells whether m rows are multiplied by weights that are rounded to bf16."""
         from lowbit.passes.cpu.compile import isa_of  # which loads MLIR and LLVM
         from lowbit.passes.cpu.decode import multiplies_bf16
 
         return m > self.few_tokens and multiplies_bf16(self.spec, isa_of(self.cpu))
 
     def _team(self, work: int) -> int:
-        """How many threads are worth it. All or one: to change a team's size ends threads and starts others."""
+        """Returns how many threads work: all of them, or one where they are not worth it. To change a team's size would
+        end threads and start others."""
         return min(self._threads or torch.get_num_threads(), MOST_THREADS) if work >= _WORTH_A_TEAM else 1
 
     def _program(self, name: Program) -> _Loaded:

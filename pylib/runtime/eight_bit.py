@@ -49,7 +49,7 @@ Launches = list[tuple[Launcher, tuple[int, ...], int]]
 
 
 class Plan(NamedTuple):
-    """What is done for m rows of x on a device, and where values, scales and sums of x lie in one piece of memory.
+    """The launches for m rows of x on a device, and where values, scales and sums of x lie in one piece of memory.
 
     scales, sums  where they begin, in bytes; values begin at 0
     bytes         of all three
@@ -125,7 +125,7 @@ def _start(launches: Launches, stream: int, quantized: tuple[int, int, int], y: 
 
 
 class EmulatorEightBit(EmulatorRuntime):
-    """The same kernels in the emulator, on CPU tensors."""
+    """Runs the kernels for x of 8 bits in the emulator, on CPU tensors."""
 
     def __init__(self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:
         super().__init__(spec, target, schedule)

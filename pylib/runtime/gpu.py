@@ -129,7 +129,7 @@ def _batched(shape: torch.Size, n: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def is_settled(codes: Tensor) -> bool:
-    """Whether an earlier launch has waited until the weight was there.
+    """Tells whether an earlier launch has waited until the weight was there.
 
     A kernel that overlaps its predecessor reads the weight without waiting. If the predecessor is what packed
     or copied the weight, that is a race; so the first launch on every weight does not overlap.

@@ -1,4 +1,4 @@
-"""What runtimes have in common: their interface, and how kernels for token tiles serve any number of rows."""
+"""The base of all runtimes: their interface, and how kernels for token tiles serve any number of rows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class GpuRuntime:
 
 
 def parts_of_rows(tiles: list[int] | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Each token tile with its rows of the tensors."""
+    """Yields each token tile with its rows of the tensors."""
     sizes = [*tiles[:-1], len(tensors[0]) - sum(tiles[:-1])] if tiles else []
     return zip(tiles or (), *(rows.split(sizes) for rows in tensors))
 

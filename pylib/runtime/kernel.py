@@ -95,12 +95,12 @@ class Kernel:
 
     @property
     def ptx(self) -> str:
-        """The kernel as PTX."""
+        """Returns the kernel as PTX."""
         return self.stages["ptx"]
 
     @property
     def cubin(self) -> bytes:
-        """The kernel as machine code. Raises TargetError for the emulator."""
+        """Returns the kernel as machine code. Raises TargetError for the emulator."""
         raise TargetError(f"target {self.target} has no cubin; compile for a GPU such as 'sm_90a'")
 
     def ir(self, stage: str) -> str:

@@ -1,5 +1,5 @@
-"""What brings the columns of x into another order on each target: the permute kernel on GPUs and in the emulator, torch
-on a CPU."""
+"""Brings the columns of x into another order, by target: the permute kernel on GPUs and in the emulator, torch on a
+CPU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class CudaPermuter(_GpuPermuter):
 
 
 class EmulatorPermuter(_GpuPermuter):
-    """The same kernels in the emulator, on CPU tensors."""
+    """Runs the permute kernels in the emulator, on CPU tensors."""
 
     def __init__(self, k: int, act: Act, target: Target) -> None:
         super().__init__(k, act, target)

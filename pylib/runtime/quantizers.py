@@ -1,4 +1,4 @@
-"""What quantizes activations on each target: the quantize kernel on GPUs and in the emulator, torch on a CPU."""
+"""Quantizes activations, by target: the quantize kernel on GPUs and in the emulator, torch on a CPU."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class CudaQuantizer:
 
 
 class EmulatorQuantizer:
-    """The same kernel in the emulator, on CPU tensors."""
+    """Runs the quantize kernel in the emulator, on CPU tensors."""
 
     def __init__(self, k: int, compute: Compute, target: Target, artifact: Artifact) -> None:
         from lowbit.pylib.emulator import Emulator

@@ -28,7 +28,8 @@ from lowbit.pylib.weights.dequantized import inverse_of
 def make_runtime(
     spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, *, late_scaling: bool = False
 ) -> Runtime:
-    """The runtime for a target. late_scaling: no kernel rounds weights, as `Artifacts` has it; a CPU's never does."""
+    """Returns the runtime for a target. late_scaling: no kernel rounds weights, as `Artifacts` has it; a CPU's never
+    does."""
     if spec.permuted:
         in_order = replace(spec, permuted=False)
         inner = make_runtime(in_order, target, schedule, late_scaling=late_scaling)

@@ -1,5 +1,6 @@
-"""What can be said of a table of schedules: is it out of date (`stale`), and how good is what a matmul gets that is
-not in it, of those in the table that are left out in turn (`first_calls`) or of others (`first_calls_of_unknown`)?"""
+"""Checks a table of schedules. `stale` finds entries that are out of date. `first_calls` and `first_calls_of_unknown`
+measure how good the schedule is that a matmul without an entry gets: of the table's matmuls, each left out in turn, or
+of others."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def problem(key: Key) -> Problem:
 
 
 def stale(table: Table, submit: Submit) -> list[Entry]:
-    """The entries whose schedule makes another kernel today, or none; needs no GPU."""
+    """Returns the entries whose schedule makes another kernel today than when they were measured, or none. Needs no
+    GPU."""
     compiling = [(entry, submit(problem(entry.key), entry.schedule)) for entry in table.entries.values()]
     found: list[Entry] = []
     for entry, future in compiling:
@@ -42,8 +44,8 @@ def stale(table: Table, submit: Submit) -> list[Entry]:
 
 @dataclass(frozen=True)
 class FirstCall:
-    """What a matmul would get if its own entry were not there, and what that costs. Microseconds, measured side by
-    side; inf for what can't run."""
+    """The schedule that a matmul would get without its own entry, and the times of both in microseconds, measured
+    side by side; inf for one that can't run."""
 
     entry: Entry
     schedule: KernelSchedule
@@ -63,7 +65,7 @@ class FirstCall:
 
 
 def first_calls(table: Table, target: Target, gpu: Measures, submit: Submit) -> Iterator[FirstCall]:
-    """Every entry left out in turn. The most trusted table is this one; no other is asked."""
+    """Yields the first call of every matmul of the table, as if its entry were not there. No other table is asked."""
     entries = sorted(table.entries.values(), key=lambda e: (str(replace(e.key, tokens=1)), e.key.tokens))
     work: list[tuple[Entry, KernelSchedule]] = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""What the GPU process of a tuning session does: keeps weights, times kernels, checks what they give."""
+"""The GPU process of a tuning session: it keeps weights, times kernels and checks their results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stand:
         return rested if problem.token_tile < HOT_TOKENS else (rested + timing.sustained_time(calls).median) / 2
 
     def check(self, problem: Problem, schedule: KernelSchedule) -> bool:
-        """Whether all outputs are right, of a launch that had the GPU to itself and of one among others."""
+        """Tells whether all outputs are right, both of a launch that has the GPU to itself and of one among others."""
         call, y = self._kernel(problem, schedule)
         weights = self._of(problem)
         for calls in (1, 8):

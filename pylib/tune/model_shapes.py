@@ -44,7 +44,7 @@ class ModelShape:
 
     @property
     def config(self) -> dict[str, int]:
-        """What a configuration of transformers calls the sizes."""
+        """Returns the sizes by the names that a configuration of transformers gives them."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.feed_forward,

@@ -121,7 +121,7 @@ class GpuProcess:
         return self._ask("time", problem, schedule, replays)
 
     def check(self, problem: Problem, schedule: KernelSchedule) -> bool:
-        """Whether every output is within what rounding explains."""
+        """Tells whether every output is within what rounding explains."""
         return self._ask("check", problem, schedule)
 
     def _ask(self, *request: object) -> Any:

@@ -40,7 +40,7 @@ def candidates(spec: MatmulSpec, token_tile: int, target: Target, count: int) ->
 
 
 def same_size_entries(spec: MatmulSpec, token_tile: int, target: Target) -> list[KernelSchedule]:
-    """The schedules that the shipped tables have for the same format and size and that are allowed here."""
+    """Returns the schedules that the shipped tables have for this format and size, as far as they are allowed here."""
 
     def about(key: Key) -> tuple[object, ...]:
         return key.weight, key.n, key.k, key.tokens, key.compute
@@ -51,5 +51,5 @@ def same_size_entries(spec: MatmulSpec, token_tile: int, target: Target) -> list
 
 
 def neighbours(spec: MatmulSpec, token_tile: int, target: Target, around: KernelSchedule) -> list[KernelSchedule]:
-    """The schedules that differ from another in one choice, the most promising first."""
+    """Returns the schedules that differ from `around` in one field, the most promising first."""
     return list(family_of(around).neighbours(spec, token_tile, target, around))

@@ -88,7 +88,7 @@ class Tuner:
     _end: float = math.inf
 
     def run(self, work: Sequence[Problem]) -> Iterator[Entry]:
-        """The fastest right schedule of each problem, as soon as it is known."""
+        """Yields the fastest right schedule of each problem, as soon as it is known."""
         self.progress.start(len(work))
         with ThreadPoolExecutor(1) as planner:  # while the GPU works
             plans = [(p, planner.submit(self._first_pass, p)) for p in work]
@@ -154,7 +154,7 @@ class Tuner:
             self.progress.timed(search.problem, len(search.times))
 
     def _waited_for(self, future: Future[str] | None) -> bool:
-        """Whether a compilation ended before the session has to."""
+        """Waits for a compilation; tells whether it ended before the session has to."""
         left = self._end - self.now()
         return left > 0 and (not future or bool(wait([future], None if math.isinf(left) else left).done))
 
@@ -193,7 +193,7 @@ class Tuner:
         return value
 
     def _finish(self, search: Search) -> Iterator[Entry]:
-        """The second pass, the final, and the check."""
+        """Runs the second pass and the final, checks the winner, and yields its entry."""
         first = next(iter(search.times.values()), math.inf)
         self._time_all(search, search.share)
         entry = self._winner(search)

@@ -98,7 +98,8 @@ def _rest(graph: torch.cuda.CUDAGraph, seconds: float, warm_seconds: float) -> N
 
 
 def sustained_time(calls: Sequence[Callable[[], object]]) -> Timing:
-    """The same while the GPU does nothing else for long."""
+    """Returns the time of a call on a GPU that has run such calls for long, so that it is at the pace of its power
+    cap."""
     return graph_time(calls, rest_seconds=0.0, warm_seconds=SUSTAINED_SECONDS)
 
 
@@ -138,7 +139,7 @@ def _random_codes(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str
 
 
 def copies_needed(size: int, total: float = DEFEAT_L2_BYTES) -> int:
-    """How many copies of so many bytes make `total` bytes, at least two: what no cache holds."""
+    """Returns how many copies of so many bytes make `total` bytes, at least two, so that no cache holds them."""
     return max(2, -(-int(total) // size))
 
 

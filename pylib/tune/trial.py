@@ -78,8 +78,8 @@ class Sample:
     allowed: F64
 
     def errors(self, y: Tensor) -> tuple[float, float]:
-        """How far y [up to m, n] is off: relative, in the Frobenius norm; and at worst, as a share of what is allowed
-        there (inf where NaN or inf was not met)."""
+        """Returns two errors of y [up to m, n]: relative, in the Frobenius norm; and the worst element, as a share of
+        what is allowed there (inf where NaN or inf was not met)."""
         rows, columns = self.expected.shape
         at = torch.arange(y.shape[1]) % columns
         expected, allowed = (torch.from_numpy(t)[:, at].to(y.device) for t in (self.expected, self.allowed))

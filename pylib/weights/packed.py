@@ -68,8 +68,8 @@ class PackedWeight(Mapping[str, Tensor]):
 
     @property
     def wide_range(self) -> bool:
-        """Whether values are beyond what the act type holds, so that no kernel may round them to it; True as well as
-        long as nothing can be looked at, while torch traces or a CUDA graph is recorded."""
+        """Tells whether values are beyond what the act type holds, so that no kernel may round them to it. True as well
+        where nothing can be looked at, while torch traces or a CUDA graph is recorded."""
         if self.ordinary_spec is None and self.readable_spec is not None:
             self._look_at_values()
         return self.ordinary_spec is None
@@ -164,7 +164,7 @@ class PackedWeight(Mapping[str, Tensor]):
         return sum(t.nbytes for t in self.tensors)
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        """The same weight on another device; self if it is there already."""
+        """Returns this weight on another device; self if it is there already."""
         moved = {name: t.to(device) for name, t in self.items()}
         return self if all(moved[name] is t for name, t in self.items()) else PackedWeight(self.spec, moved)
 
@@ -263,7 +263,7 @@ class PackedWeight(Mapping[str, Tensor]):
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor], spec: MatmulSpec | None = None) -> PackedWeight:
-        """The weight that `state_dict` wrote.
+        """Returns the weight that `state_dict` wrote.
 
         spec: the spec to load it for, which may differ in act and out where the tensors fit; None: the one it has
 

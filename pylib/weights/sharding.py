@@ -52,7 +52,7 @@ def cut(slot: TensorSlot, tensor: Tensor, dim: int, index: int, count: int) -> T
 
 
 def _column_step(spec: MatmulSpec) -> int:
-    """The fewest columns that are whole groups and fill whole chunks."""
+    """Returns the fewest columns that are whole groups and fill whole chunks."""
     packing = spec.packing
     if packing.group is None or packing.padded_group is None:
         return packing.chunk

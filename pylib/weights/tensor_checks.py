@@ -1,4 +1,4 @@
-"""Whether a tensor is what a slot of a weight asks for, and whether a kernel can read it."""
+"""Checks that a tensor is what a slot of a weight asks for, and that a kernel can read it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class SeenTensors:
         return bool(known)
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Note a list of tensors until its first one is given back. Those made in inference mode do not say when they
-        change, and are not noted."""
+        """Remembers a list of tensors until its first tensor is freed. Tensors made in inference mode have no version
+        counter, so they are not remembered."""
         if any(t.is_inference() for t in tensors):
             return
         lists, key = self._lists, id(tensors[0])
@@ -65,7 +65,8 @@ class SeenTensors:
 
 
 def state_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int | None], ...]:
-    """Returns what changes with the memory of tensors and, but for those made in inference mode, with their values."""
+    """Returns a state that changes with the memory of tensors and with their values (not for those of inference
+    mode)."""
     return tuple((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Whether the values of a weight are numbers of the activation's type.
+"""Tells whether the values of a weight fit the activation's type.
 
 Kernels for many tokens round whole weights s (q - z) or s q + o to the type of x before they multiply: the dequantize
 kernel, and wgmma schedules that scale weights. Where such a value overflows, or a whole row is so small that it loses
@@ -109,7 +109,8 @@ def _limits(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> Limits:
 
 
 def _scales(spec: MatmulSpec, tensors: Mapping[str, Tensor], *indices: Index) -> Tensor:
-    """Returns the product of all scales of groups or of rows, f64 [n, groups] or [n, 1]; of none, one 1."""
+    """Returns the product of all scales of groups or of rows, f64 [n, groups] or [n, 1]; [[1]] where
+    the weight has none."""
     result = torch.ones((1, 1), dtype=torch.float64, device=tensors["codes"].device)
     for slot in spec.given_tensors:
         if slot.role == "scale" and slot.index in indices:

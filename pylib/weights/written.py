@@ -29,7 +29,7 @@ _notes = WeakTensorKeyDictionary()  # codes of layers -> Note
 
 @dataclass
 class Note:
-    """What codes were.
+    """A note of codes as they were, to see whether anything was written to them.
 
     version   how often they had been written to; -1: they may have been since, which their sum tells
     total     the sum of their words, on their device

@@ -1,4 +1,4 @@
-"""What the tensors of other libraries mean, one file for each format.
+"""Readers of the tensors of other libraries, one file for each format.
 
 Each has a FORMAT: the names of a quantized module's tensors, and a function that reads them.
 """

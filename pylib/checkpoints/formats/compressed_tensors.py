@@ -47,7 +47,7 @@ def read(module: ModuleTensors) -> Imported:
 
 
 Scheme = Mapping[str, Any]
-"""What a group of the configuration says of weights."""
+"""The entries for weights of one group of the configuration."""
 
 
 def _schemes(module: ModuleTensors, kind: str, bits: int) -> list[Scheme]:

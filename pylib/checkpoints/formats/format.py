@@ -1,4 +1,4 @@
-"""What a file of this folder says of its format."""
+"""The description of a format that each file of this folder gives."""
 
 from __future__ import annotations
 

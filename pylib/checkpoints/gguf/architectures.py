@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, in transformers' terms: the configuration, and the names of tensors.
+"""Translates what a GGUF file says of its model for transformers: the configuration, and the names of tensors.
 
 Keys of the metadata and names of tensors are those of llama.cpp (gguf-py/gguf/constants.py). Its converters change some
 tensors (convert_hf_to_gguf.py), which `Source` undoes:
@@ -57,7 +57,7 @@ GEMMA_NORMS = {
 }
 SPECIAL_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all models with `ROPE_FACTORS` have in common; they were made with transformers' rope_type "llama3"."""
+"""The settings that all models with `ROPE_FACTORS` share; they were made with transformers' rope_type "llama3"."""
 
 
 class About:
@@ -116,7 +116,7 @@ class Architecture:
 
     @property
     def has_experts(self) -> bool:
-        """Whether blocks may have experts."""
+        """Tells whether blocks of the architecture may have experts."""
         return ROUTER.keys() <= self.names.keys()
 
 

@@ -29,7 +29,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """The types of metadata that are numbers, as `struct` and NumPy know them."""
 
 Info = tuple[str, tuple[int, ...], int, int]
-"""What the header says of a tensor: its name, shape and type, and where it begins after the header."""
+"""A tensor's entry in the header: its name, shape and type, and where it begins after the header."""
 
 
 @dataclass(frozen=True)

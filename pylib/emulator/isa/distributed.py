@@ -33,7 +33,8 @@ def _mapa(op: Op) -> Step:
 
 
 def cluster_barrier(op: Op) -> Step:
-    """What precedes a relaxed arrival is not told to the other blocks."""
+    """Returns the step of barrier.cluster. A relaxed arrival does not make earlier writes visible to the other
+    blocks."""
     arrive = op.choice("arrive", "wait") == "arrive"
     order = op.flag(*(("release", "relaxed") if arrive else ("acquire",)))
     aligned = op.flag("aligned")

@@ -84,7 +84,7 @@ def _init(op: Op, init: bool) -> Step:
 
 
 def _order(op: Op, order: str) -> bool:
-    """Whether the instruction orders memory: not if it is relaxed."""
+    """Tells whether the instruction orders memory, which it does unless it is relaxed."""
     given, scope = op.flag(order, "relaxed"), op.flag("cta", "cluster")
     if given and scope is None:
         raise Unsupported(f".{given} needs a scope: .cta or .cluster")
@@ -199,7 +199,8 @@ def _wait(op: Op, hinted: bool) -> Step:
 
 
 def _ended(barrier: MBarrier, wanted: Array, parity: bool, lanes: Array) -> Array:
-    """Whether the phases `wanted` have ended: of a parity, or by the state that an arrival gave."""
+    """Tells whether the phases `wanted` have ended. They are named by parity, or by the state that an arrival
+    returned."""
     if parity:
         require(wanted <= 1, lanes, f"a phase's parity is 0 or 1, not {wanted.max()}")
         # Of a parity are the current phase and the one before the one before; meant is one of the last two.

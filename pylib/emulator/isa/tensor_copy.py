@@ -83,6 +83,7 @@ def box_rows(device: DeviceMemory, tensor: TensorMap, start: int, corner: list[i
 
 
 def box_places(tensor: TensorMap, start: int) -> Array:
-    """Where the chunks of a box lie whose target is `start`: the swizzle goes by addresses, whatever the target."""
+    """Returns the addresses of the chunks of a box whose target is `start`. The swizzle follows from the address
+    alone."""
     address = start + np.arange(0, tensor.box_bytes, CHUNK)
     return address ^ (address >> 7 & max(tensor.swizzle // CHUNK, 1) - 1) << 4

@@ -1,5 +1,5 @@
-"""What shared memory has to remember because wgmma reads it through the async proxy, and bulk copies write it (PTX ISA
-8.5, 9.7.15.4).
+"""Finds missing fences between stores to shared memory and the async proxy, through which wgmma reads it and bulk
+copies write it (PTX ISA 8.5, 9.7.15.4).
 
 Ordinary stores and cp.async write through the generic proxy. Before a wgmma reads such bytes, or a bulk copy overwrites
 them, a fence.proxy.async has to come between: by the thread that wrote them, or by another one after a barrier with it.

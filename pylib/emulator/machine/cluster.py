@@ -105,13 +105,13 @@ class Cluster:
         self.open()
 
     def progress(self) -> int:
-        """How often something has happened that threads of other blocks may wait for."""
+        """Returns how many events have happened that threads of other blocks may wait for."""
         return self.clock.phase + sum(memory.barriers.ended for memory in self.memories)
 
     # Distributed shared memory
 
     def is_own(self, address: Array) -> Array:
-        """Whether these are .shared::cta addresses."""
+        """Tells which of the addresses are .shared::cta, of the block itself."""
         return address >> _RANK_SHIFT == 0
 
     def offset(self, address: _Addresses) -> _Addresses:

@@ -49,7 +49,8 @@ def instruction(*names: str) -> Callable[[Callable[[Op], Step]], Callable[[Op], 
 
 @cache
 def dtype_of(name: str) -> np.dtype[Any]:
-    """How a register is viewed by an instruction of this type: formats NumPy lacks stay raw bits."""
+    """Returns the NumPy type in which an instruction of this type sees a register; formats that NumPy lacks stay raw
+    bits."""
     kind = {"s": "i", "f": "f"}.get(name[0], "u")
     if name == "pred":
         return np.dtype(np.bool_)

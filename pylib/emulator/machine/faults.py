@@ -1,4 +1,4 @@
-"""What goes wrong while a kernel runs, before it is known where; and the array type of all modules."""
+"""Errors of a running kernel, raised where its place is not known yet, and the array type of all modules."""
 
 from __future__ import annotations
 

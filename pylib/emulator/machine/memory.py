@@ -66,7 +66,7 @@ class DeviceMemory:
         self._shift = np.array(self.starts, np.int64) - np.array(self.offsets, np.int64)
 
     def _name_of(self, offset: int) -> str:
-        """What a byte of `data` is called."""
+        """Returns the name of a byte of `data`, for messages."""
         number = bisect_right(self.offsets, offset) - 1
         return f"byte {offset - self.offsets[number]} of `{self.names[number]}`"
 

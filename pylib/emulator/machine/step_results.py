@@ -1,4 +1,4 @@
-"""What a step of an instruction comes to: where its threads go on, or what they wait for. None: with the next one."""
+"""The outcomes of an instruction: its threads jump, end or wait. None: they go on with the next instruction."""
 
 from __future__ import annotations
 

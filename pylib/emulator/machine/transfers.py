@@ -1,5 +1,5 @@
-"""What is on its way into shared memory and ends by telling an mbarrier: bulk copies, st.async and the arrivals that
-follow a thread's cp.async (PTX ISA 9.7.9.25).
+"""Transfers into shared memory whose end an mbarrier counts: bulk copies, st.async and the arrivals that follow a
+thread's cp.async (PTX ISA 9.7.9.25).
 
 The source is read at issue. A transfer ends as late as can be, when no thread of the cluster can go on without it, so
 that whoever does not wait for it is found out.

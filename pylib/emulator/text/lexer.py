@@ -84,7 +84,7 @@ class TokenStream:
         return text
 
     def accept(self, text: str) -> bool:
-        """Whether the current token is `text`; it is then taken."""
+        """Takes the current token if it is `text`; tells whether it was."""
         if self.texts[self.at] == text:
             self.at += 1
             return True

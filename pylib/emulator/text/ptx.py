@@ -1,4 +1,4 @@
-"""What a parsed PTX module is made of: operands, instructions, variables and kernels, as plain values."""
+"""A parsed PTX module as plain values: operands, instructions, variables and kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM asks about a low-bit model: importing this file makes `quantization="lowbit"` known to it."""
+"""Answers what vLLM asks about a low-bit model. Importing this file makes `quantization="lowbit"` known to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's layers do whose weights are low-bit.
+"""The methods of vLLM's layers with low-bit weights: create, load, multiply.
 
 A method belongs to one layer. vLLM calls `create_weights` when it builds the layer, `process_weights_after_loading`
 when it has read all tensors of the checkpoint, and `apply` to multiply. The second of these reads low-bit weights: the

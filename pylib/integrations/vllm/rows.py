@@ -49,7 +49,7 @@ def _runs(parts: Sequence[LowbitLinear]) -> list[list[LowbitLinear]]:
 
 @dataclass(frozen=True)
 class Share:
-    """What a process has of a layer that is split over several of them.
+    """The share of one process in a layer that is split over several.
 
     rows      of each matrix that the layer is made of
     columns   of all of them
