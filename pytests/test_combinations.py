@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -119,18 +119,22 @@ def rounded_once_more(y: Tensor) -> Tensor:
     return (bits & ~1).view(y.dtype)
 
 
+CASES = integer_cases() + ARRAY.cases
+
+
+def cases_of(family: str, wanted: Callable[[MatmulSpec], bool] = lambda spec: True) -> Iterator[Case]:
+    """Yields the cases that a family of kernels serves; to choose kernels for all takes half a minute."""
+    return (case for number, case in enumerate(CASES) if wanted(case.spec) and family_of_case(number) == family)
+
+
 @cache
-def families() -> dict[str, list[Case]]:
-    """The cases by the families of kernels that serve them."""
-    found: dict[str, list[Case]] = {}
-    for case in ARRAY.cases + integer_cases():
-        target = target_named(case.target)
-        name = "cpu"
-        if target.is_gpu:
-            request = kernel_choices(case.spec, target, case.schedule).launches(case.m)[0]
-            name = request.family + (" with wgmma" if getattr(request.schedule, "wgmma", False) else "")
-        found.setdefault(name, []).append(case)
-    return found
+def family_of_case(number: int) -> str:
+    case = CASES[number]
+    target = target_named(case.target)
+    if not target.is_gpu:
+        return "cpu"
+    request = kernel_choices(case.spec, target, case.schedule).launches(case.m)[0]
+    return request.family + (" with wgmma" if getattr(request.schedule, "wgmma", False) else "")
 
 
 @pytest.mark.parametrize("change", [without_a_zero, with_scales_swapped])
@@ -139,7 +143,7 @@ def test_a_wrong_weight_is_found(family: str, change: Any, monkeypatch: pytest.M
     pack = Matmul.pack
     monkeypatch.setattr(Matmul, "pack", lambda mm, **tensors: pack(mm, **change(tensors)))
     zeros = change is without_a_zero
-    assert is_found(case for case in families()[family] if not zeros or case.spec.zeros in ("int", "float"))
+    assert is_found(cases_of(family, lambda spec: not zeros or spec.zeros in ("int", "float")))
 
 
 @pytest.mark.parametrize("family", KERNELS)
@@ -152,15 +156,18 @@ def test_a_wrong_rounding_is_found(family: str, monkeypatch: pytest.MonkeyPatch)
         coarse = (spec.act, spec.out_dtype) == ("f16", "bf16") and not spec.compute
         return coarse or (spec.compute == "i8" and spec.out_dtype != "f32")
 
-    assert is_found(case for case in families()[family] if shows(case.spec))
+    assert is_found(cases_of(family, shows))
 
 
 def test_a_power_of_two_that_codes_lack_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding small floats leaves it out: zeros and offsets were multiplied by it, in the one case where weights that
     come with them are scaled by e4m3."""
     monkeypatch.setattr(KernelPlan, "code_power", 0)
-    some = (case for case in families()["decode with wgmma"] if case.spec.scale == "e4m3" and case.spec.act == "f16")
-    assert is_found(case for case in some if case.spec.dtype.kind == "float" and case.spec.zeros != "none")
+
+    def shows(spec: MatmulSpec) -> bool:
+        return (spec.scale, spec.act, spec.dtype.kind) == ("e4m3", "f16", "float") and spec.zeros != "none"
+
+    assert is_found(cases_of("decode with wgmma", shows))
 
 
 def is_found(cases: Iterable[Case]) -> bool:
