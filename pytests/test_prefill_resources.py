@@ -1,15 +1,17 @@
 """What the prefill kernels take of a multiprocessor, by the notes of the assembler: no register spills, and no products
 of wgmma run one after the other. A block has all of a multiprocessor, so this decides about its time.
 
-A fixed sample that covers: in every family, every format and every kind of scale. Zeros, groups, activations, outliers,
+A fixed sample that covers: in every family, every format and every kind of scale. With wgmma CI has a third of the
+pairs of the two, and `-m slow` all of them. Zeros, groups, activations, outliers,
 rows and schedules take turns with different periods, so that they meet in all combinations of two.
 `test_prefill.test_no_spills_of_any_format` and its like try all schedules, and are slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import pytest
@@ -86,50 +88,58 @@ def folded_spec(weight: str, i: int, j: int) -> MatmulSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """The sample of a format in a family, and a target for it.
+    """A kernel of the sample.
 
-    number  that of the format: where schedules begin to take turns
-    specs   one of each kind of scale that is sampled
+    number, place  of its format, and of its spec among those of the format: where schedules begin to take turns
     """
 
     family: str
     target: Target
     number: int
-    specs: tuple[MatmulSpec, ...]
+    place: int
+    spec: MatmulSpec
 
     def __str__(self) -> str:
-        spec = self.specs[0]
+        spec = self.spec
         compute = f"-{spec.compute}{'-folded' if spec.fold_scales else ''}" if spec.compute else ""
-        return f"{self.family}-{self.target}-{spec.weight}{compute}"
+        return f"{self.family}-{self.target}-{spec.weight}{compute}-{spec.scale}-{self.place}"
 
-    def kernels(self) -> Iterator[KernelRequest]:
-        """A kernel of each spec, with one of the schedules that may be chosen for it."""
-        for j, spec in enumerate(self.specs):
-            found = FAMILIES[self.family].candidates(spec, 512, self.target)
-            yield request(spec, self.target, found[(5 * self.number + 3 * j) % len(found)])
+    @cached_property
+    def kernel(self) -> KernelRequest:
+        """It has one of the schedules that may be chosen for its spec."""
+        found = candidates(self.family, self.spec, self.target)
+        return request(self.spec, self.target, found[(5 * self.number + 3 * self.place) % len(found)])
+
+
+@cache
+def candidates(family: str, spec: MatmulSpec, target: Target) -> Sequence[Any]:
+    return FAMILIES[family].candidates(spec, 512, target)
 
 
 def cases() -> Iterator[Case]:
     """Kernels with wgmma have every format with every kind of scale; those without, two kinds of each format."""
     for i, weight in enumerate(FORMATS):
         specs = [spec_of(weight, i, j) for j in range(len(SCALES))]
-        yield Case("prefill", HOPPER, i, tuple(specs))
-        yield mma_case(i, list(turns(specs, i)))
+        yield from cases_of("prefill", HOPPER, i, specs)
+        target = (A100, L40S)[i % 2]
+        yield from cases_of("prefill_mma", target, i, [with_registers(spec, target) for spec in turns(specs, i)])
     for i, (compute, weight) in enumerate(FITTING):
         specs = [spec_of_bytes(compute, weight, i, j) for j in range(len(NUMBERS))]
-        yield Case("eight_bit_prefill", HOPPER, i, tuple(specs))
-        yield Case("eight_bit_prefill_mma", L40S if compute == "f8e4m3" else A100, i, tuple(turns(specs, i)))
+        yield from cases_of("eight_bit_prefill", HOPPER, i, specs)
+        yield from cases_of("eight_bit_prefill_mma", L40S if compute == "f8e4m3" else A100, i, turns(specs, i))
     for i, weight in enumerate(FORMATS):
         folded = [folded_spec(weight, i, j) for j in (3 * i % len(SCALES), (3 * i + 4) % len(SCALES))]
-        yield Case("eight_bit_prefill", HOPPER, i, tuple(folded))
-        yield Case("eight_bit_prefill_mma", L40S, i, (folded[i % 2],))
+        yield from cases_of("eight_bit_prefill", HOPPER, i, folded)
+        yield from cases_of("eight_bit_prefill_mma", L40S, i, [folded[i % 2]])
 
 
-def mma_case(i: int, specs: Sequence[MatmulSpec]) -> Case:
-    """The sample of a format in prefill_mma, which has too few registers for outliers of some formats."""
-    family, target = FAMILIES["prefill_mma"], (A100, L40S)[i % 2]
-    served = [s if family.candidates(s, 512, target) else replace(s, outliers=False) for s in specs]
-    return Case(family.name, target, i, tuple(served))
+def cases_of(family: str, target: Target, number: int, specs: Iterable[MatmulSpec]) -> Iterator[Case]:
+    return (Case(family, target, number, place, spec) for place, spec in enumerate(specs))
+
+
+def with_registers(spec: MatmulSpec, target: Target) -> MatmulSpec:
+    """The spec for prefill_mma, which has too few registers for outliers of some formats."""
+    return spec if candidates("prefill_mma", spec, target) else replace(spec, outliers=False)
 
 
 def turns(specs: Sequence[MatmulSpec], i: int) -> Iterator[MatmulSpec]:
@@ -137,7 +147,13 @@ def turns(specs: Sequence[MatmulSpec], i: int) -> Iterator[MatmulSpec]:
     return (specs[(i + j) % len(specs)] for j in range(2))
 
 
-SAMPLE = list(cases())
+def is_in_ci(case: Case) -> bool:
+    """Whether a case is in the sample: of those with wgmma and a spec for every kind of scale, a third."""
+    return not case.target.has_wgmma or case.spec.folds or (case.number - case.place) % 3 == 0
+
+
+EVERY = list(cases())
+SAMPLE = list(filter(is_in_ci, EVERY))
 
 
 def most_spilled(kernel: KernelRequest) -> int:
@@ -156,15 +172,20 @@ def most_spilled(kernel: KernelRequest) -> int:
     return 48 if mma else 12
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def listed(case: Case) -> Any:
+    """A case as a parameter."""
+    return pytest.param(case, id=str(case), marks=[] if is_in_ci(case) else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("case", [listed(case) for case in EVERY])
 def test_no_spills_and_products_overlap(case: Case) -> None:
-    for made in case.kernels():
-        kernel = compile_kernel(made)
-        used = resource_usage(kernel.ptx, case.target)
-        assert not used.serialized, made
-        assert max(used.spill_stores, used.spill_loads) <= most_spilled(made), (made, used)
-        assert used.registers * kernel.launch.threads <= case.target.registers_per_sm, made
-        assert kernel.launch.shared_bytes + used.shared <= case.target.max_shared_per_block, made
+    made = case.kernel
+    kernel = compile_kernel(made)
+    used = resource_usage(kernel.ptx, case.target)
+    assert not used.serialized, made
+    assert max(used.spill_stores, used.spill_loads) <= most_spilled(made), (made, used)
+    assert used.registers * kernel.launch.threads <= case.target.registers_per_sm, made
+    assert kernel.launch.shared_bytes + used.shared <= case.target.max_shared_per_block, made
 
 
 def kind(spec: MatmulSpec) -> dict[str, Any]:
@@ -176,7 +197,7 @@ def test_the_sample_covers_formats_and_scales() -> None:
     every = {"matmul": (set(FORMATS), SCALES), "quantized_matmul": (set(FORMATS), NUMBERS)}
     for family in (family for family in FAMILIES.values() if family.takes_any_tokens):
         formats, scales = every[family.operation]
-        specs = [spec for case in SAMPLE if case.family == family.name for spec in case.specs]
+        specs = [case.spec for case in SAMPLE if case.family == family.name]
         assert {spec.weight for spec in specs} == formats
         assert all(any(kind(spec) == each for spec in specs) for each in scales)
         pairs = {(spec.zeros, spec.act, spec.n) for spec in specs}
@@ -186,7 +207,7 @@ def test_the_sample_covers_formats_and_scales() -> None:
 def test_the_sample_covers_schedules() -> None:
     """Every number of tokens that a tile of some matmul has. The largest with mma.sync have tests of their own."""
     for family in (family for family in FAMILIES.values() if family.takes_any_tokens):
-        kernels = [kernel for case in SAMPLE if case.family == family.name for kernel in case.kernels()]
-        allowed = {s.tokens for k in kernels for s in family.candidates(k.spec, 512, k.target)}
-        seen = {kernel.schedule.tokens for kernel in kernels}
+        cases = [case for case in SAMPLE if case.family == family.name]
+        allowed = {s.tokens for case in cases for s in candidates(case.family, case.spec, case.target)}
+        seen = {case.kernel.schedule.tokens for case in cases}
         assert allowed - seen <= ({256} if family.name.endswith("mma") else set())
