@@ -1,8 +1,9 @@
-"""What tests keep from one run to the next, and from one worker to the other: compiled kernels, and what the emulator
-made of launches.
+"""What tests keep from one run to the next, and from one worker to the other: compiled kernels, what the assembler made
+of them, and what the emulator made of launches.
 
 - A kernel is a function of the request, of the compiler's sources and of the tools' versions: the key of the user's
   cache (`pylib.build.cache.key`). So a change that leaves `dialect/` and `passes/` alone compiles nothing again.
+- A cubin, with the assembler's notes, is a function of the PTX, of the target and of the assembler's version.
 - A launch in the emulator is a function of the PTX, of what is in memory, of the options and of the emulator. So a
   change of the compiler that leaves a kernel's PTX alone does not emulate it again.
 
@@ -24,6 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import lru_cache, wraps
 from itertools import combinations
 from pathlib import Path
@@ -32,9 +34,12 @@ from typing import Any
 import numpy as np
 
 from lowbit.passes import pipeline
+from lowbit.passes.codegen import cubin
+from lowbit.passes.codegen.cubin import Cubin, Resources
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel
+from lowbit.passes.target import Target
 from lowbit.pylib import emulator
 from lowbit.pylib.build import cache
 from lowbit.pylib.build.cache import Cache, Files
@@ -47,13 +52,14 @@ MOST_BYTES = 1 << 30
 """Before the tests begin, what has not been used for longest is deleted from a folder that has more."""
 
 made: Counter[str] = Counter()
-"""How many kernels were compiled, and launches emulated, in this process and in spite of the store."""
+"""How many kernels were compiled, cubins assembled, and launches emulated, to be kept, in this process."""
 
 _ROOT = Path(__file__).resolve().parent.parent
 _EMULATOR = (
     *("pylib/emulator/**/*.py", "pylib/runtime/tensor_map.py", "passes/launch.py"),
     *("dialect/signature.py", "dialect/fields.py", "dialect/errors.py"),
 )
+_ASSEMBLER = ("passes/codegen/cubin.py", "passes/target.py")
 _OWN = ("pytests/kept.py",)
 _CODE = ("dialect/**/*.py", "passes/**/*.py", "pylib/**/*.py", *_OWN)
 
@@ -68,6 +74,7 @@ def use() -> None:
     patches.watch()
     state_of_sources()
     pipeline.compile_kernel = kept_kernel(pipeline.compile_kernel)
+    cubin.assemble = kept_cubin(cubin.assemble)
     emulator.Emulator = KeptEmulator
 
 
@@ -100,7 +107,8 @@ def kept_kernel(compile_kernel: Callable[..., CompiledKernel]) -> Callable[..., 
 
         if keep or any(map(_compiles, patches.homes())):
             return compile_kernel(request, keep, lines)
-        return _kernel(request, get_or_make(cache.key(kernel=request, lines=lines, by=_own_fingerprint()), build))
+        key = cache.key(kernel=request, lines=lines, by=_fingerprint(_OWN))
+        return _kernel(request, get_or_make(key, build))
 
     return kernel
 
@@ -113,6 +121,27 @@ def _kernel(request: KernelRequest, files: Files) -> CompiledKernel:
 def _compiles(home: str) -> bool:
     """Whether a module may have a part in compiling: any but most of pylib, which the compiler does not import."""
     return not home.startswith("lowbit.pylib.") or home.startswith("lowbit.pylib.build")
+
+
+# -- cubins
+
+
+def kept_cubin(assemble: Callable[[str, Target], Cubin]) -> Callable[[str, Target], Cubin]:
+    """Returns `assemble` for tests."""
+
+    @wraps(assemble)
+    def assembled(ptx: str, target: Target) -> Cubin:
+        def make() -> Files:
+            made["cubin"] += 1
+            result = assemble(ptx, target)
+            return {"image": result.image, "resources": json.dumps(asdict(result.resources)).encode()}
+
+        if not target.is_gpu or any(map(_compiles, patches.homes())):
+            return assemble(ptx, target)
+        files = get_or_make(_key(_ASSEMBLER, cubin.assembler().version, target, ptx), make)
+        return Cubin(files["image"], Resources(**json.loads(files["resources"])))
+
+    return assembled
 
 
 # -- launches
@@ -131,7 +160,7 @@ class KeptEmulator(Emulator):
             self._read()
             return {"read": b"yes"}
 
-        get_or_make(_launch_key("read", ptx), read)
+        get_or_make(_key(_EMULATOR, "read", ptx), read)
 
     def _read(self) -> None:
         with self._reading:
@@ -164,7 +193,7 @@ class KeptEmulator(Emulator):
             changed = {f"memory {name}": after[name] for name in after if after[name] != before[name]}
             return changed | {"stats": _stats_text(self.stats)}
 
-        files = get_or_make(_launch_key(self._ptx, launch, sorted(options.items()), *_told(given)), changes)
+        files = get_or_make(_key(_EMULATOR, self._ptx, launch, sorted(options.items()), *_told(given)), changes)
         for name, array in arrays.items():
             if content := files.get(f"memory {name}"):
                 array.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
@@ -262,8 +291,8 @@ def _mark_used(store: Cache, key: str) -> None:
         os.utime(store.directory / key[:2] / f"{key}.kernel")
 
 
-def _launch_key(*parts: object) -> str:
-    digest = hashlib.sha256(emulator_fingerprint().encode())
+def _key(sources: tuple[str, ...], *parts: object) -> str:
+    digest = hashlib.sha256(_fingerprint((*sources, *_OWN)).encode())
     for part in parts:
         content = part if isinstance(part, bytes) else str(part).encode()
         digest.update(f"\n{len(content)}\n".encode() + content)
@@ -282,26 +311,16 @@ def state(files: Iterable[Path]) -> State:
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in about]
 
 
-@lru_cache(maxsize=1)
-def emulator_fingerprint() -> str:
-    """SHA-256 of the emulator's sources and of the versions that it runs in."""
-    return _fingerprint(emulator_sources())
-
-
-@lru_cache(maxsize=1)
-def _own_fingerprint() -> str:
-    """SHA-256 of this file, which says how things are kept, and of the versions of Python and NumPy."""
-    return _fingerprint(_files(_OWN))
-
-
 def emulator_sources() -> list[Path]:
     """The files that decide what becomes of a launch."""
-    return _files((*_EMULATOR, *_OWN))
+    return _files(_EMULATOR)
 
 
-def _fingerprint(files: Iterable[Path]) -> str:
+@lru_cache(maxsize=None)
+def _fingerprint(patterns: tuple[str, ...]) -> str:
+    """SHA-256 of sources, and of the versions of Python and NumPy."""
     digest = hashlib.sha256(f"{sys.version} {np.__version__}".encode())
-    for file in files:
+    for file in _files(patterns):
         digest.update(f"{file.relative_to(_ROOT)} {file.stat().st_size}\n".encode() + file.read_bytes())
     return digest.hexdigest()
 
