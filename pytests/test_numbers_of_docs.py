@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,12 @@ def performance() -> Iterable[str]:
     for n, k in SIZES:
         times = [us(n, k, m) for m in (1, 8, 16, 32, 64, 128, 256)]
         yield f"| {n} x {k} | {' | '.join(f'{t:.1f}' for t in times)} | {floor('u4', n, k):.1f} |"
+        times = [us(n, k, m, time="sustained_us") for m in (1, 8, 16, 32, 64, 128, 256)]
+        yield from [f"| sustained | {' | '.join(f'{t:.1f}' for t in times)} | |"] if n > 4096 else []
+    others = ({"zeros": "int"}, {"zeros": "float"}, {"group_size": 32}, {"act": "bf16"})
+    for n, k, m in product((8192, 57344), (8192,), (1, 16, 64)):
+        pairs = [[beyond_bytes(n, k, m, time, **other) for time in ("us", "sustained_us")] for other in others]
+        yield f"| {n} x {k}, m = {m} | {' | '.join(f'{a:.2f} / {b:.2f}' for a, b in pairs)} |"
     formats = ("u8", "f8e4m3", "u6", "f6e3m2", "u5", "u4", "nf4", "u3", "u2", "u1")
     for n, k in ((57344, 8192), (8192, 8192)):
         yield f"| {n} x {k} | {' | '.join(f'{us(n, k, 1, weight):.1f}' for weight in formats)} |"
@@ -174,6 +181,37 @@ def eight_bit() -> Iterable[str]:
         f"A launch has up to {most(grouped, hopper)} tokens with wgmma or {most(grouped, ampere)} without; with one "
         f"scale per row and wgmma up to {most(per_row, hopper)}."
     )
+    for n, k in SIZES_OF_8_BITS:
+        for m in (128, 512, 2048, 8192):
+            quantized = prefill_us(n, k, m, compute="f8e4m3", peer="lowbit+quantize")
+            ours = [prefill_us(n, k, m, compute=c) for c in ("f8e4m3", "f8e4m3+fold")]
+            others = [prefill_us(n, k, m, act="f16", compute="i8"), *(prefill_us(n, k, m, **x) for x in CUBLAS)]
+            yield f"| {m} | {' | '.join(f'{us:.1f}' for us in (ours[0], quantized, ours[1], *others))} |"
+    for weight, compute in PER_ROW:
+        times = [prefill_us(8192, 8192, m, weight, None, compute=compute) for m in (128, 512, 2048, 8192)]
+        name = f"`{compute.removesuffix('+fold')}`" + ", folded" * compute.endswith("+fold")
+        yield f"| `{weight}` | {name} | {' | '.join(f'{t:.1f}' for t in times)} |"
+    low, high = ends(folding(n, k, m, "u4", 128) for n, k in SIZES_OF_8_BITS for m in (512, 1024, 2048, 4096, 8192))
+    yield f"takes {low:.0f} to {high:.0f} % less with folded scales from 512 tokens on"
+    low, high = ends(folding(8192, 8192, m, "f8e4m3", None) for m in (512, 2048, 8192))
+    yield f"an f8e4m3 weight with one scale per row {low:.0f} to {high:.0f} %"
+
+
+def folding(n: int, k: int, m: int, weight: str, group_size: int | None) -> float:
+    """Returns by how many percent folded scales shorten a matmul with x in f8e4m3."""
+    plain, folded = (prefill_us(n, k, m, weight, group_size, compute=c) for c in ("f8e4m3", "f8e4m3+fold"))
+    return 100 * (1 - folded / plain)
+
+
+def prefill_us(
+    n: int, k: int, m: int, weight: str | None = "u4", group_size: int | None = 128, act: str = "bf16", **other: Any
+) -> float:
+    """Returns the microseconds of a matmul of many tokens, by the latest run."""
+    results = Results.read(RESULTS / "prefill-h200-2026-11-24.json")
+    entries = {"peer": "lowbit", "weight": weight, "group_size": group_size, "act": act, "n": n, "k": k, "m": m}
+    found = results.find(**(entries | other))
+    assert found
+    return float(found["us"])
 
 
 def quality() -> Iterable[str]:
@@ -224,6 +262,13 @@ OTHERS = (
     {"weight": "nf4", "library": "bitsandbytes"},
     {"weight": "u4", "library": "gemlite"},
 )
+SIZES_OF_8_BITS = ((4096, 4096), (8192, 8192), (34816, 5120))
+CUBLAS: tuple[dict[str, Any], ...] = (
+    {"peer": "torch", "weight": None, "group_size": None, "compute": None},
+    {"peer": "torch-fp8", "compute": "f8e4m3"},
+)
+"""cuBLAS with a weight in bf16, and in fp8."""
+PER_ROW = (("u4", "f8e4m3"), ("u4", "i8"), ("u8", "i8"), ("f8e4m3", "f8e4m3"), ("f8e4m3", "f8e4m3+fold"))
 WHOLE = ("models-whole-h200-2026-11-24", "qwen2.5-32b")
 QUANTIZING = (
     (*LIBRARIES, "f8e4m3"),
@@ -282,12 +327,20 @@ def decoding() -> Results:
     return Results.read(RESULTS / "h200-2026-11-22.json")
 
 
-def us(n: int, k: int, m: int, weight: str = "u4", peer: str = "lowbit") -> float:
+def us(
+    n: int, k: int, m: int, weight: str = "u4", peer: str = "lowbit", time: str = "us", **other: Any
+) -> float:
     """Returns the microseconds for m tokens, by the published run; peer: "torch" is cuBLAS in f16."""
-    entries = {"act": "f16", "weight": None} if peer == "torch" else {**U4, "weight": weight}
+    entries = {"act": "f16", "weight": None} if peer == "torch" else {**U4, "weight": weight, **other}
     found = decoding().find(**entries, peer=peer, n=n, k=k, m=m)
     assert found
-    return float(found["us"])
+    return float(found[time])
+
+
+def beyond_bytes(n: int, k: int, m: int, time: str, **other: Any) -> float:
+    """Returns the time next to that of u4 in groups of 128, as a multiple of the same ratio of read floors."""
+    times, floors = us(n, k, m, time=time, **other) / us(n, k, m, time=time), us(n, k, 0, peer="floor", **other)
+    return times / (floors / us(n, k, 0, peer="floor"))
 
 
 def floor(weight: str, n: int, k: int) -> float:
