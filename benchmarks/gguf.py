@@ -25,7 +25,7 @@ from benchmarks.environment import describe, environment
 from benchmarks.llama_peer import PROMPT, ROOM, STEPS
 from benchmarks.tables import markdown
 from lowbit.pylib.model_speed.attention import attention_for
-from lowbit.pylib.model_speed.cache import cache_argument
+from lowbit.pylib.model_speed.runner import cache_argument
 
 BEGIN, END = "<!-- gguf: begin -->", "<!-- gguf: end -->"
 _HEADER = ("file", "threads", "by", f"prompt of {PROMPT}, tokens/s", "decode, tokens/s")

@@ -23,11 +23,10 @@ from benchmarks.tables import markdown
 from lowbit import LowbitExperts, LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.cli.bench_model import model_steps, quantizations
 from lowbit.pylib.model_speed.attention import CAUSAL, GROUPED, attention_for, grouped_attention
-from lowbit.pylib.model_speed.cache import cache_argument
 from lowbit.pylib.model_speed.config import model_config
 from lowbit.pylib.model_speed.measure import Measurement, Options, measure
 from lowbit.pylib.model_speed.random_model import check_memory, random_model
-from lowbit.pylib.model_speed.runner import Runner, Step
+from lowbit.pylib.model_speed.runner import Runner, Step, cache_argument
 from lowbit.pylib.model_speed.split import kind_of
 from lowbit.pylib.model_speed.table import aligned, speedup, split_table, table
 from lowbit.pylib.runtime.devices import available_memory

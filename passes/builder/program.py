@@ -17,7 +17,6 @@ from lowbit.passes.builder.accumulators import Accumulators
 from lowbit.passes.builder.codes import Codes
 from lowbit.passes.builder.control import Control
 from lowbit.passes.builder.elementwise import Elementwise
-from lowbit.passes.builder.integer_products import IntegerProducts
 from lowbit.passes.builder.locations import caller, named
 from lowbit.passes.builder.memory import MemoryAccess
 from lowbit.passes.builder.outliers import Outliers
@@ -48,7 +47,6 @@ class Program(
     Codes,
     Products,
     Accumulators,
-    IntegerProducts,
     Outliers,
 ):
     """Builds one `lowbit.program` in a module of its own, anywhere. Enter it to build; leave it to have it verified.

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from lowbit.passes.target import Target
     from lowbit.pylib.tune.log import Log
     from lowbit.pylib.tune.problem import Problem
-    from lowbit.pylib.tune.progress import Progress
-    from lowbit.pylib.tune.session import Tuner
+    from lowbit.pylib.tune.session import Progress, Tuner
 
 Names = Annotated[list[str] | None, typer.Argument(help="Sizes (4096x11008), models, layers (Llama-2-7B/qkv).")]
 GroupSizes = Annotated[
@@ -172,7 +171,6 @@ def _check_unknown(work: list[Problem], limits: Limits, output: Path | None) -> 
     from lowbit.pylib.tune import check as tune_check
     from lowbit.pylib.tune import session as tuner
     from lowbit.pylib.tune.log import Log
-    from lowbit.pylib.tune.progress import Silent
     from lowbit.pylib.tune.work import with_kernels
 
     gpu, target = tuner.this_gpu()
@@ -180,7 +178,7 @@ def _check_unknown(work: list[Problem], limits: Limits, output: Path | None) -> 
     calls: list[tune_check.FirstCall] = []
     with TemporaryDirectory() as folder:
         measured = Log(Path(folder) / "log.jsonl", gpu)
-        with _tuner(target, measured, limits, Silent()) as search:
+        with _tuner(target, measured, limits, tuner.Silent()) as search:
             for call in tune_check.first_calls_of_unknown(work, search):
                 calls.append(call)
                 print_call(call)

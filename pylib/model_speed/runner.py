@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.pylib.model_speed.attention import attention_for
-from lowbit.pylib.model_speed.cache import cache_argument
 
 WARM_UP = 3
 FEWEST, ENOUGH = 5, 4.0  # times that a step is run at least, and seconds after which no further one begins
@@ -143,3 +143,11 @@ def _timed(device: torch.device, times: list[float]) -> Iterator[None]:
     end.record()
     end.synchronize()
     times.append(begin.elapsed_time(end) * 1e-3)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Returns the name of the argument of `model.forward` that takes a cache of keys and values.
+
+    It is `cache` from transformers 5.24 on, and `past_key_values` before, or in code that a model brings along.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

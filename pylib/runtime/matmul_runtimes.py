@@ -1,18 +1,21 @@
-"""The runtimes of one matmul: that of most weights, that of weights with values beyond the range of x's type, and that
-of activations of 8 bits."""
+"""The runtimes of one matmul: of most weights, of weights with values beyond the range of x's type, of activations of
+8 bits, and of an x that is quantized only where it has many rows (`MatmulSpec.compute_from`)."""
 
 from __future__ import annotations
 
 from functools import cached_property
 
+from torch import Tensor
+
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
+from lowbit.pylib.build.choices import KernelChoices
+from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.build.kernels import check_given, schedules_by_rows
-from lowbit.pylib.runtime.by_rows import RuntimeByRows
 from lowbit.pylib.runtime.eight_bit import EightBitRuntime, make_eight_bit_runtime
-from lowbit.pylib.runtime.interface import Runtime, check_schedule
+from lowbit.pylib.runtime.interface import Runtime, Tensors, check_schedule
 from lowbit.pylib.runtime.runtimes import make_runtime
 
 
@@ -54,3 +57,28 @@ class MatmulRuntimes:
             return self.of_eight_bits
         few = make_runtime(spec, self._target, self._few_schedule, late_scaling=late_scaling)
         return RuntimeByRows(self._spec, few, self._eight_bits) if self._eight_bits else few
+
+
+class RuntimeByRows:
+    """Two runtimes of one weight: calls with fewer rows of x than `compute_from` take the first."""
+
+    def __init__(self, spec: MatmulSpec, few: Runtime, many: Runtime) -> None:
+        self._spec, self._k, self._first = spec, spec.k, spec.compute_from
+        self._few, self._many = few, many
+        self.schedule = few.schedule
+        self.dequantize = few.dequantize
+
+    def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
+        return self._of(x.numel() // self._k).matmul(x, weight)
+
+    def kernel(self, m: int) -> Artifact:
+        return self._of(m).kernel(m)
+
+    def stages(self, m: int) -> dict[str, str]:
+        return self._of(m).stages(m)
+
+    def choices(self) -> KernelChoices:
+        return self._many.choices().after(self._few.choices(), self._spec)
+
+    def _of(self, m: int) -> Runtime:
+        return self._few if m < self._first else self._many

@@ -27,7 +27,6 @@ from lowbit.passes.target import Target
 from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Failed
-from lowbit.pylib.tune.progress import Progress
 from lowbit.pylib.tune.search_space import candidates, neighbours
 
 CANDIDATES = 60  # per matmul and token tile
@@ -46,6 +45,28 @@ class Measures(Protocol):
     def time(self, problem: Problem, schedule: KernelSchedule, replays: int) -> float: ...
 
     def check(self, problem: Problem, schedule: KernelSchedule) -> bool: ...
+
+
+class Progress(Protocol):
+    """A listener that is told how far a session is."""
+
+    def start(self, problems: int) -> None: ...
+
+    def timed(self, problem: Problem, count: int) -> None: ...
+
+    def finished(self, problem: Problem, entry: Entry | None, first: float, timed: int) -> None:
+        """first: microseconds with the rule's schedule"""
+        ...
+
+
+class Silent:
+    """A listener that tells nobody."""
+
+    def start(self, problems: int) -> None: ...
+
+    def timed(self, problem: Problem, count: int) -> None: ...
+
+    def finished(self, problem: Problem, entry: Entry | None, first: float, timed: int) -> None: ...
 
 
 Submit = Callable[[Problem, KernelSchedule], "Future[str]"]  # compile it; the kernel's id, or Failed
