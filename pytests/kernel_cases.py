@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from test_recipes import table
+from tables import table
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec

@@ -11,7 +11,7 @@ import torch
 from emulated import exhaustive_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recipes import table
+from tables import table
 
 import lowbit
 from lowbit.dialect.errors import PackError, SpecError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import exhaustive_problem, is_right, matmul_is_right, run_matmul
-from test_recipes import table
+from tables import table
 
 import lowbit
 from lowbit.dialect.bilevel import Bilevel

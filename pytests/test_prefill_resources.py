@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from eight_bit_problems import FITTING
-from test_recipes import table
+from tables import table
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.dtypes import all_names, dtype

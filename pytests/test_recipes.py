@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from tables import table
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, gpu, ir, llvm, new_context
@@ -35,11 +36,6 @@ from lowbit.pylib.torch_types import TORCH
 THREADS = 1024
 TARGETS = ("sm_80", "sm_90a")
 ELEMENTS = ("f16", "bf16", "f32")
-
-
-def table(bits: int, magnitude: float = 1.0) -> tuple[float, ...]:
-    return tuple(magnitude * np.random.default_rng(bits).standard_normal(1 << bits))
-
 
 FORMATS = [
     *map(dtype, all_names()),
@@ -128,8 +124,8 @@ def tables_of(t: DType) -> np.ndarray:
     tables = [(DecodeTable(t, v.element), v.exponent) for v in variants(t) if v.shared]
     size = max((table.bytes // 4 for table, _ in tables), default=0)
     result = np.zeros((len(tables), -(-size // THREADS) * THREADS), np.uint32)
-    for row, (table, power) in zip(result, tables):
-        row[: table.bytes // 4] = np.repeat(table_words(table, power), BANKS)
+    for row, (each, power) in zip(result, tables):
+        row[: each.bytes // 4] = np.repeat(table_words(each, power), BANKS)
     return result
 
 
