@@ -58,10 +58,10 @@ lit: $(READY) ## the IR, pass by pass
 	$(PY) -c 'from lit.main import main; main()' --verbose lit_tests
 
 pytest: $(READY) ## the numbers
-	$(PY) -m pytest -n $(JOBS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 slow: $(READY) ## the exhaustive sweeps that CI leaves out
-	$(PY) -m pytest -n $(JOBS) -m slow --fresh
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m slow --fresh
 
 # Not part of `test`: it downloads 300 MB. torch stays that of constraints.txt, since PyPI has the lowest one as a CUDA
 # build of 3 GB alone; `make lowest TORCH=lowest` takes it.
