@@ -224,7 +224,10 @@ def test_its_signature_can_be_read() -> None:
 
 def wrong_arguments() -> list[tuple[dict[str, Any], str]]:
     x, y = numbers(16, "cpu")
+    shrunk = x.clone()
+    shrunk.untyped_storage().resize_(8)
     return [
+        ({"x": shrunk}, "scale: x has a storage of 8 bytes, but its shape and strides need"),
         ({"x": [1.0]}, "scale: x must be a torch tensor, not list"),
         ({"x": x.numpy()}, "scale: x must be a torch tensor, not ndarray"),
         ({"x": x.t()}, r"scale: x must be contiguous; use x.contiguous\(\)"),

@@ -12,6 +12,7 @@ from lowbit.pylib.operator.tracing import check_transforms
 from lowbit.pylib.runtime.activation import VALUES, QuantizedActivation
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
+from lowbit.pylib.weights.tensor_checks import check_storage
 
 
 def check_call(spec: MatmulSpec, x: Tensor, w: PackedWeight) -> None:
@@ -51,10 +52,14 @@ def check_quantized(spec: MatmulSpec, x: QuantizedActivation) -> None:
 
 
 def check_readable(w: object) -> None:
-    """Raises PackError if w is a weight whose tensors have no values."""
-    if isinstance(w, PackedWeight) and w.readable_spec is None:
+    """Raises PackError if w is a weight whose tensors have no values, or no longer the memory of them."""
+    if not isinstance(w, PackedWeight):
+        return
+    if w.readable_spec is None:
         what = "on meta" if w.device.type == "meta" else f"of type {type(w.codes).__name__}"
         raise PackError(f"the weight's tensors are {what}: they have no values; load them, or trace x as well")
+    for slot, t in zip(w.spec.tensors, w.tensors):
+        check_storage(f"packed {slot.name}", t, PackError)
 
 
 def check_memory_of_x(x: Tensor) -> None:
@@ -62,6 +67,7 @@ def check_memory_of_x(x: Tensor) -> None:
     if x.layout is not torch.strided:
         raise SpecError(f"x is {x.layout}; use x.to_dense()")
     check_transforms(x)
+    check_storage("x", x, SpecError)
     if not x.data_ptr() and x.numel():
         raise SpecError("x has no memory that a kernel could read; clone it")
 

@@ -24,6 +24,7 @@ from lowbit.dialect.formats.byte_codes import (
 )
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.tensor_checks import check_storage
 
 Quantized = tuple[Tensor, Tensor, Tensor]
 """values [.., k], scales [..] and sums [.., k / 32]"""
@@ -68,6 +69,7 @@ class QuantizedActivation:
 def from_values(x: Tensor, scales: Tensor | None, compute: Compute) -> QuantizedActivation:
     """Returns an activation that comes in 8 bits. Raises SpecError where its type or its scales do not fit."""
     check_rows(x)
+    check_storage("x", x, SpecError)
     expected = VALUES[compute]
     if x.dtype is not expected:
         raise SpecError(f"x is {x.dtype}, but compute={compute!r} takes values in {expected}; quantize it anew")

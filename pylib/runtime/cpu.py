@@ -17,6 +17,7 @@ from lowbit.passes.cpu.task import ENTRY, Needs
 from lowbit.pylib.build.host_programs import Program, load_host_program
 from lowbit.pylib.build.knobs import MOST_THREADS
 from lowbit.pylib.runtime import cpu_threads
+from lowbit.pylib.runtime.interface import check_memory_of_weight, check_memory_of_x
 from lowbit.pylib.runtime.machine_code import load
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.tensor_checks import address_of
@@ -24,6 +25,8 @@ from lowbit.pylib.weights.tensor_checks import address_of
 # Multiply-adds that are worth more than one thread: about 10 us of work; a team takes 2 to begin and to end.
 _WORTH_A_TEAM = 1 << 19
 _PARTS = 4  # per thread: a core that others use too holds up a quarter of a share, not all of it
+_NO_MEMORY = "a tensor of the weight has no memory (it is fake, meta or a view of zeros); use real ones"
+_MOST_SOUND = 4096  # weights of a spec whose addresses are kept
 _SLAB = 1024  # tokens that are prepared at once, to bound the scratch memory
 
 # As Inductor allocates (shape, strides, dtype), without the dispatcher, and without a look at the default device.
@@ -63,8 +66,10 @@ class CpuMatmul:
         self.spec = spec
         self.cpu, self._threads = cpu, threads
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
+        self._act_bytes = ELEMENTS[spec.act].bytes
         self._row_blocks = spec.packing.row_blocks
         self._programs: dict[Program, _Loaded] = {}
+        self._sound: set[tuple[int, ...]] = set()  # addresses of weights
         self._lock = threading.Lock()
         self._few = self._program("few")
         self.few_tokens = self._few.needs.most
@@ -75,15 +80,16 @@ class CpuMatmul:
         m = x.numel() // k
         y = _allocate((m, n), (n, 1), self._out)
         if m:
-            if not x.is_contiguous():
-                x = x.clone(memory_format=torch.contiguous_format)
-            self._rows(m, address_of(x), y.data_ptr(), _addresses(weight))
+            needed = (x.storage_offset() + m * k) * self._act_bytes
+            if not x.is_contiguous() or x.untyped_storage().nbytes() < needed:
+                x = _in_rows(x)
+            self._rows(m, address_of(x), y.data_ptr(), self._addresses(weight))
         return y if x.ndim == 2 else y.view(*x.shape[:-1], n)
 
     def _rows(self, m: int, x: int, y: int, weight: Sequence[int]) -> None:
         spec = self.spec
         program = self._few if m <= self.few_tokens else self._program("many")
-        x_row, y_row = ELEMENTS[spec.act].bytes * spec.k, ELEMENTS[spec.out_dtype].bytes * spec.n
+        x_row, y_row = self._act_bytes * spec.k, ELEMENTS[spec.out_dtype].bytes * spec.n
         for first in range(0, m, _SLAB):
             rows = min(_SLAB, m - first)
             threads = self._team(rows * spec.n * spec.k)
@@ -93,7 +99,7 @@ class CpuMatmul:
         """W [n, k] in the act type."""
         n, k = self.spec.n, self.spec.k
         w = _allocate((n, k), (k, 1), self._act)
-        addresses = _addresses(weight)
+        addresses = self._addresses(weight)
         self._program("dequantize").run(self._team(n * k), self._row_blocks, 0, 0, w.data_ptr(), addresses)
         return w
 
@@ -128,10 +134,23 @@ class CpuMatmul:
         program = load_host_program(self.spec, name, self.cpu)
         return _Loaded(load(program.code, ENTRY), program.needs)
 
+    def _addresses(self, weight: Sequence[Tensor]) -> tuple[int, ...]:
+        """Returns the addresses of a weight's tensors. Raises PackError where one has no memory, or too little.
 
-def _addresses(weight: Sequence[Tensor]) -> list[int]:
-    """Returns the addresses of a weight's tensors. Raises PackError where one has no memory."""
-    found = [tensor.data_ptr() for tensor in weight]
-    if not all(found):
-        raise PackError("a tensor of the weight has no memory (it is fake, meta or a view of zeros); use real ones")
-    return found
+        A storage that is shrunk moves, so those that were found sound are not looked at again.
+        """
+        found = tuple([tensor.data_ptr() for tensor in weight])
+        if found not in self._sound:
+            if not all(found):
+                raise PackError(_NO_MEMORY)
+            check_memory_of_weight(self.spec, weight)
+            if len(self._sound) == _MOST_SOUND:
+                self._sound.clear()
+            self._sound.add(found)
+        return found
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Returns a contiguous copy. Raises SpecError where the storage of x was shrunk."""
+    check_memory_of_x(x)
+    return x.clone(memory_format=torch.contiguous_format)

@@ -21,7 +21,14 @@ from lowbit.pylib.runtime.activation import Quantized, in_column_order, quantize
 from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
 from lowbit.pylib.runtime.gpu import CudaRuntime, Launcher, allocate_rows, check_device, is_settled
-from lowbit.pylib.runtime.interface import Runtime, Tensors, check_cpu, parts_of_rows
+from lowbit.pylib.runtime.interface import (
+    Runtime,
+    Tensors,
+    check_cpu,
+    check_weight_on_cpu,
+    check_x_on_cpu,
+    parts_of_rows,
+)
 from lowbit.pylib.runtime.quantizers import CudaQuantizer, quantizer
 from lowbit.pylib.runtime.runtimes import CpuRuntime
 from lowbit.pylib.torch_types import TORCH
@@ -135,7 +142,8 @@ class EmulatorEightBit(EmulatorRuntime):
         return self.multiply(self._quantize(x), weight)
 
     def multiply(self, x: Quantized, weight: Tensors) -> Tensor:
-        check_cpu(self._target.name, *x, weight[0])
+        check_x_on_cpu(self._target.name, *x)
+        check_weight_on_cpu(self._target.name, self._spec, weight)
         values, scales, sums = (t.contiguous() for t in x)
         k = self._k
         y = torch.empty((*values.shape[:-1], self._n), dtype=self._out, device="cpu")
@@ -169,11 +177,12 @@ class CpuEightBit(CpuRuntime):
         self._count = len(exact.tensors)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
-        check_cpu("cpu", x, weight[0])
+        check_x_on_cpu("cpu", x)
         return self.multiply(quantize_in_torch(x, self._compute), weight)
 
     def multiply(self, x: Quantized, weight: Tensors) -> Tensor:
-        check_cpu("cpu", *x, weight[0])
+        check_cpu("cpu", weight[0])
+        check_x_on_cpu("cpu", *x)
         values, scales, _ = x
         product = self._folded if self._outer.rounds_weights(scales.numel()) else self._exact
         y = product.matmul(in_column_order(values).to(torch.float16), weight[: self._count])

@@ -14,7 +14,14 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib.runtime.activation_maps import maps_of_x
-from lowbit.pylib.runtime.interface import GpuRuntime, Tensors, check_cpu, memory_of, parts_of_rows
+from lowbit.pylib.runtime.interface import (
+    GpuRuntime,
+    Tensors,
+    check_weight_on_cpu,
+    check_x_on_cpu,
+    memory_of,
+    parts_of_rows,
+)
 
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator
@@ -32,7 +39,8 @@ class EmulatorRuntime(GpuRuntime):
         self._lock = threading.Lock()
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
-        check_cpu(self._target.name, x, weight[0])
+        check_x_on_cpu(self._target.name, x)
+        check_weight_on_cpu(self._target.name, self._spec, weight)
         m = x.numel() // self._k
         tiles = self._artifacts.token_tiles(m)
         if tiles is None:
@@ -46,7 +54,7 @@ class EmulatorRuntime(GpuRuntime):
         return y
 
     def dequantize(self, weight: Tensors) -> Tensor:
-        check_cpu(self._target.name, weight[0])
+        check_weight_on_cpu(self._target.name, self._spec, weight)
         w = torch.empty((self._n, self._k), dtype=self._act, device="cpu")
         self._launch(None, 0, weight, y=w)
         return w

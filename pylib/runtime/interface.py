@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
@@ -17,6 +17,7 @@ from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.tensor_checks import is_shrunk, shrinkage
 
 Tensors = Sequence[Tensor]
 
@@ -86,11 +87,37 @@ def check_schedule(target: Target, schedule: KernelSchedule | None) -> None:
         raise SpecError("schedule= is for GPU targets; the CPU's kernel has no such choices, so drop it")
 
 
+def check_x_on_cpu(target: str, *tensors: Tensor) -> None:
+    """Raises TargetError for tensors of an activation that are elsewhere, SpecError for a storage that was shrunk."""
+    check_cpu(target, *tensors)
+    for tensor in tensors:
+        check_memory_of_x(tensor)
+
+
+def check_weight_on_cpu(target: str, spec: MatmulSpec, weight: Tensors) -> None:
+    """Raises TargetError for a weight that is elsewhere, PackError for a storage that was shrunk."""
+    check_cpu(target, weight[0])
+    check_memory_of_weight(spec, weight)
+
+
+def check_memory_of_weight(spec: MatmulSpec, weight: Tensors) -> None:
+    """Raises PackError for a storage that was shrunk."""
+    for slot, tensor in zip(spec.tensors, weight):
+        if is_shrunk(tensor):
+            raise PackError(shrinkage(f"packed {slot.name}", tensor))
+
+
 def check_cpu(target: str, *tensors: Tensor) -> None:
-    """Raise TargetError for tensors that are elsewhere."""
+    """Raises TargetError for tensors that are elsewhere."""
     for tensor in tensors:
         if not tensor.is_cpu:
             raise TargetError(f"target {target} takes CPU tensors, not {tensor.device}; use .cpu()")
+
+
+def check_memory_of_x(x: Tensor) -> None:
+    """Raises SpecError for a storage that was shrunk."""
+    if is_shrunk(x):
+        raise SpecError(shrinkage("x", x))
 
 
 def memory_of(tensor: Tensor) -> np.ndarray:

@@ -27,6 +27,7 @@ from lowbit.pylib.runtime.gpu import check_device, load_function
 from lowbit.pylib.runtime.interface import memory_of
 from lowbit.pylib.runtime.tensor_map import TensorMap
 from lowbit.pylib.torch_types import type_name, types_of_views
+from lowbit.pylib.weights.tensor_checks import check_storage
 
 if TYPE_CHECKING:
     from lowbit.passes.pipeline import Buildable, CompiledKernel
@@ -151,6 +152,7 @@ class Kernel:
         if tensor.device.type != device:
             fix = f"use {name}.to({device!r})"
             raise TargetError(f"{what} is on {tensor.device}, but target {self.target} takes {device} tensors; {fix}")
+        check_storage(what, tensor, SpecError)
         if not tensor.is_contiguous():
             raise SpecError(f"{what} must be contiguous; use {name}.contiguous()")
         if tensor.data_ptr() % _ALIGNMENT:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import Act
 from lowbit.passes.kernels.permute.family import FEW_ROWS, default_schedule, permute_spec
 from lowbit.passes.kernels.registry import request
@@ -18,8 +19,8 @@ from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.gpu import allocate_rows, check_device, is_settled, load_function
-from lowbit.pylib.runtime.interface import check_cpu, memory_of
-from lowbit.pylib.weights.tensor_checks import address_of
+from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of
+from lowbit.pylib.weights.tensor_checks import address_of, is_shrunk, shrinkage
 
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator
@@ -36,8 +37,19 @@ def permuter(k: int, act: Act, target: Target) -> Permuter:
     Raises TargetError if a tool to compile its kernel is missing.
     """
     if not target.is_gpu:
-        return lambda x, permutation: x.index_select(-1, permutation)
+        return _permute_on_cpu
     return (CudaPermuter if target.kind == "cuda" else EmulatorPermuter)(k, act, target)
+
+
+def _permute_on_cpu(x: Tensor, permutation: Tensor) -> Tensor:
+    _check_on_cpu("cpu", x, permutation)
+    return x.index_select(-1, permutation)
+
+
+def _check_on_cpu(target: str, x: Tensor, permutation: Tensor) -> None:
+    check_x_on_cpu(target, x)
+    if is_shrunk(permutation):
+        raise PackError(shrinkage("packed permutation", permutation))
 
 
 class _GpuPermuter:
@@ -100,7 +112,7 @@ class EmulatorPermuter(_GpuPermuter):
         self._emulators: dict[bool, Emulator] = {}
 
     def __call__(self, x: Tensor, permutation: Tensor) -> Tensor:
-        check_cpu(self._target.name, x, permutation)
+        _check_on_cpu(self._target.name, x, permutation)
         m = x.numel() // self._k
         x = x.contiguous()
         y = torch.empty(x.shape, dtype=x.dtype, device="cpu")

@@ -19,7 +19,7 @@ from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.runtime.activation import VALUES, Quantized, quantize_in_torch
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.runtime.gpu import allocate_rows, check_device, load_function
-from lowbit.pylib.runtime.interface import check_cpu, memory_of
+from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of
 from lowbit.pylib.weights.tensor_checks import address_of
 
 _ORDER = ("x", "values", "scales", "sums", "m")
@@ -35,8 +35,13 @@ def quantize_on(x: Tensor, compute: Compute, target: str) -> Quantized:
 def quantizer(k: int, act: str, compute: Compute, target: Target) -> Callable[[Tensor], Quantized]:
     """Returns the function that quantizes rows of k columns on a target: one for all matmuls."""
     if not target.is_gpu:
-        return lambda x: quantize_in_torch(x, compute)
+        return lambda x: _quantize_on_cpu(x, compute)
     return gpu_quantizer(k, act, compute, target)
+
+
+def _quantize_on_cpu(x: Tensor, compute: Compute) -> Quantized:
+    check_x_on_cpu("cpu", x)
+    return quantize_in_torch(x, compute)
 
 
 def gpu_quantizer(k: int, act: str, compute: Compute, target: Target) -> Callable[[Tensor], Quantized]:
@@ -100,7 +105,7 @@ class EmulatorQuantizer:
         self._emulator = Emulator(artifact.ptx)
 
     def __call__(self, x: Tensor) -> Quantized:
-        check_cpu(self._target.name, x)
+        check_x_on_cpu(self._target.name, x)
         x = x.contiguous()
         batch, k = x.shape[:-1], x.shape[-1]
         values = torch.empty(x.shape, dtype=self._values, device="cpu")

@@ -25,7 +25,7 @@ from lowbit.pylib.weights import outliers as sparse
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.memory_order import unpack_codes
 from lowbit.pylib.weights.sharding import cut, part_of
-from lowbit.pylib.weights.tensor_checks import check_memory, check_slot, is_plain
+from lowbit.pylib.weights.tensor_checks import check_memory, check_slot, check_storage, is_plain
 from lowbit.pylib.weights.value_range import has_wide_range
 from lowbit.pylib.weights.values import as_tensor, least, to_memory
 
@@ -87,8 +87,10 @@ class PackedWeight(Mapping[str, Tensor]):
         return True
 
     def __getitem__(self, name: str) -> Tensor:
+        """Returns a tensor. Raises KeyError for one that the weight has not, PackError where its storage was shrunk."""
         for slot, t in zip(self.spec.tensors, self.tensors):
             if slot.name == name:
+                check_storage(f"packed {name}", t, PackError)
                 return t
         raise KeyError(name)
 

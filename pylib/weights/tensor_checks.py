@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from lowbit.dialect.errors import PackError
+from lowbit.dialect.errors import LowbitError, PackError
 from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib.operator.tracing import is_observed
 from lowbit.pylib.torch_types import stored_type
 
 ALIGNMENT = 16  # bytes; what cp.async and 16-byte loads ask of a base address
@@ -30,6 +32,9 @@ def check_slot(slot: TensorSlot, t: Tensor) -> None:
 def check_memory(slot: TensorSlot, t: Tensor) -> None:
     """Raises PackError unless a kernel can read a plain tensor as it lies in memory."""
     if not has_memory(t):
+        with suppress(RuntimeError):  # a tensor of torch.func
+            if t.data_ptr():
+                check_storage(f"packed {slot.name}", t, PackError)
         raise PackError(f"packed {slot.name} has no memory that a kernel could read; clone it")
     if t.data_ptr() % ALIGNMENT or t.is_neg() or not t.is_contiguous():
         raise PackError(f"packed {slot.name} must be contiguous and {ALIGNMENT}-byte aligned; clone it")
@@ -75,9 +80,37 @@ def has_memory(t: Tensor) -> bool:
     if not is_plain(t) or t.layout is not torch.strided or t.is_meta or t.is_quantized:
         return False
     try:
-        return t.numel() == 0 or (t.data_ptr() != 0 and t.untyped_storage().nbytes() >= t.nbytes)
+        needed = max(t.nbytes, bytes_needed(t))
+        return t.numel() == 0 or (t.data_ptr() != 0 and t.untyped_storage().nbytes() >= needed)
     except RuntimeError:  # a tensor of torch.func, or one without a storage
         return False
+
+
+def check_storage(what: str, t: Tensor, error: type[LowbitError]) -> None:
+    """Raises `error` where a tensor's storage ends before its last element: `untyped_storage().resize_` has shrunk it
+    under the tensor, and a kernel or a copy would read what lies behind it. What torch traces is not looked at."""
+    if is_plain(t) and not is_observed() and not t.is_meta and is_shrunk(t):
+        raise error(shrinkage(what, t))
+
+
+def is_shrunk(t: Tensor) -> bool:
+    """Tells whether a tensor's storage ends before its last element, in 0.5 us. Raises RuntimeError, as torch does, for
+    a tensor without a storage."""
+    return t.untyped_storage().nbytes() < bytes_needed(t)
+
+
+def shrinkage(what: str, t: Tensor) -> str:
+    """Returns the message for a tensor that `is_shrunk`."""
+    sizes = f"a storage of {t.untyped_storage().nbytes()} bytes, but its shape and strides need {bytes_needed(t)}"
+    return f"{what} has {sizes}; it was shrunk (untyped_storage().resize_): load or compute it anew"
+
+
+def bytes_needed(t: Tensor) -> int:
+    """Returns the bytes from the start of a strided tensor's storage to the end of its last element; 0 without any."""
+    elements = t.numel()
+    if elements and not t.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    return (int(t.storage_offset()) + elements) * t.itemsize if elements else 0
 
 
 def address_of(x: Tensor) -> int:

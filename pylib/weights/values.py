@@ -18,6 +18,7 @@ from lowbit.dialect.weight import Storage, TensorSlot
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import outliers
 from lowbit.pylib.weights.memory_order import pack_blocks, pack_codes, pack_groups, unpack_codes
+from lowbit.pylib.weights.tensor_checks import check_storage
 
 E4M3_OVERFLOW = 464.0  # the tie between 448, the largest, and 480, the first that is not there
 _SHAPES = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]", "column": "[k]"}
@@ -41,6 +42,7 @@ def as_tensor(slot: TensorSlot, given: object) -> Tensor:
         raise PackError(f"{name} must be a torch tensor or a NumPy array, not {type(given).__name__}")
     if given.layout is not torch.strided:
         raise PackError(f"{name} is {given.layout}; use .to_dense()")
+    check_storage(name, given, PackError)
     if list(given.shape) == shape[:1] and shape[1:] == [1]:
         given = given[:, None]
     if slot.index == "padded_row" and given.numel() == 1:
