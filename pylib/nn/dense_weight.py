@@ -1,4 +1,4 @@
-"""`DenseWeight`: the weight of a low-bit module, for code that reads `module.weight`.
+"""The weight of a low-bit module, for code that reads `module.weight` (`DenseWeight`) or sets it (`NoDense`).
 
 Model code asks a linear layer for the type, the device or the shape of its weight, and now and then multiplies by it.
 A `DenseWeight` answers without memory, and is dequantized when an operation takes its values. It can't be written to.
@@ -7,10 +7,10 @@ A `DenseWeight` answers without memory, and is dequantized when an operation tak
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lowbit.dialect.errors import QuantizeError
@@ -70,3 +70,29 @@ READ_ONLY = (
     "the weight of a low-bit layer can't be written to: its codes would have to be rounded again; change the dense "
     "weight (to_linear(), to_embedding()) and quantize that"
 )
+
+
+class NoDense(nn.Module):
+    """A module that multiplies by packed codes, and not by what is put where a dense module has its weight.
+
+    _dense   the names of the dense module's weights
+    """
+
+    _dense: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._check_not_dense(name, value)
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._check_not_dense(name, param)
+        super().register_parameter(name, param)
+
+    def _check_not_dense(self, name: str, value: object) -> None:
+        """Raise QuantizeError for a dense weight, which would not be multiplied by."""
+        if name in self._dense and value is not None:
+            raise QuantizeError(
+                f"{type(self).__name__} multiplies by packed codes; a {name} that is set would have no effect. Put a "
+                "dense layer in its place (set_submodule, to_linear()), or quantize the new weight: "
+                "LowbitLinear.from_linear, lowbit.quantize_"
+            )

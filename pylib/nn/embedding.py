@@ -15,8 +15,8 @@ from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.decode_rows import Decoder, check_rows, take_rows
+from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.linear import act_of
-from lowbit.pylib.nn.no_dense import NoDense
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig

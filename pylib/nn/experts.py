@@ -20,9 +20,9 @@ from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear, act_of
-from lowbit.pylib.nn.no_dense import NoDense
 from lowbit.pylib.quantization.config import QuantConfig
 
 MATRICES = ("gate_up_proj", "down_proj")

@@ -19,8 +19,7 @@ from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.matmul import Matmul, compile
-from lowbit.pylib.nn.dense_weight import DenseWeight
-from lowbit.pylib.nn.no_dense import NoDense
+from lowbit.pylib.nn.dense_weight import DenseWeight, NoDense
 from lowbit.pylib.runtime.devices import target_at
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import saved as saved_weight
