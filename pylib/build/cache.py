@@ -110,10 +110,11 @@ def _libraries(package: str, wheel: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def source_fingerprint() -> str:
-    """SHA-256 of the compiler's sources: dialect/, passes/, and what of pylib decides what is in an entry.
+    """Returns the SHA-256 of the compiler's sources: dialect/, passes/, and the files of pylib that decide what is in an
+    entry.
 
-    Not the tables of schedules: a schedule is in the key itself, and a new entry leaves other kernels alone.
-    Of their contents: images and packages that are built to be reproducible give every file the same time.
+    Tables of schedules do not count: a schedule is in the key itself, and a new entry leaves other kernels alone.
+    The contents of files count, not their times, which reproducible images and packages make all alike.
     """
     root = str(Path(__file__).resolve().parent.parent.parent)
     sources = [f"{root}/pylib/{name}" for name in _SOURCES_OF_ENTRIES]
@@ -158,7 +159,7 @@ class Cache:
     def get_or_build(self, key: str, build: Callable[[], Files], parse: Callable[[Files], T]) -> T:
         """Returns what `parse` reads from the entry, or else from what `build` makes, which is then kept.
 
-        An entry that `parse` can't read is built anew. What `build` raises comes through. Where others may write to the
+        An entry that `parse` can't read is built anew. Exceptions of `build` pass through. Where others may write to the
         directory, nothing is read or kept.
         """
         if self._is_of_others(key):

@@ -1,7 +1,7 @@
 """Programs for this machine's CPU, each compiled at its first use or taken from the disk cache.
 
-Nothing here imports MLIR or LLVM before a program has to be compiled. What decides the code is in the key: spec,
-program, what LLVM reads off the processor, and the tools.
+Nothing here imports MLIR or LLVM before a program has to be compiled. The key has all that
+decides the code: spec, program, the processor as LLVM sees it, and the tools.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _calls(spec: MatmulSpec) -> tuple[tuple[int, int | None, MatmulSpec], ...]:
 class Artifacts:
     """The kernels of (spec, target): per token tile, and the one that dequantizes, which stands under None.
 
-    What a kernel is made of is decided once, when it is first asked for: a table that `lowbit tune` writes later does
+    The request for a kernel is fixed when the kernel is first asked for: a table that `lowbit tune` writes later does
     not change it. A `schedule` is taken for the tokens it names (8 are for one, too); other token tiles choose their own. Safe to
     use from any thread.
 

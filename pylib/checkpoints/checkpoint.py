@@ -54,7 +54,7 @@ class Checkpoint:
     modules               names of the quantized layers
     dense                 names of the tensors that belong to none of them
 
-    Tensors whose names match a pattern of `ignore` are no matter to quantized layers.
+    Tensors whose names match a pattern of `ignore` may be in the file besides those of quantized layers.
     """
 
     def __init__(self, path: Path, ignore: Sequence[str] = ()) -> None:

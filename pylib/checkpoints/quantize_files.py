@@ -1,8 +1,8 @@
 """Quantizes a model in a folder: `lowbit quantize DIR --out DIR2`.
 
 A folder that has a config.json of transformers is loaded by transformers, which knows what the tensors are, and saved
-by it. Of plain safetensors files nothing is known but names and shapes: every matrix called "*.weight" is taken for
-that of a linear layer, unless its name says otherwise, and gets quantized on its own.
+by it. Plain safetensors files tell names and shapes only: every matrix called "*.weight" is taken for the weight
+of a linear layer, unless its name says otherwise, and is quantized on its own.
 """
 
 from __future__ import annotations

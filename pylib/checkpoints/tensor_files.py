@@ -1,7 +1,7 @@
 """The tensors of a folder of safetensors files, read when they are asked for.
 
 The safetensors library checks that the header of a file is sound and maps the file into memory: a tensor takes memory
-when its values are used. What a folder's own JSON files say is checked here.
+when its values are used. The folder's own JSON files are checked here.
 """
 
 from __future__ import annotations

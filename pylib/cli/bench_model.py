@@ -1,4 +1,4 @@
-"""The command `lowbit bench-model`. What is slow to import is imported when it runs."""
+"""The command `lowbit bench-model`. Slow imports wait until it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `lowbit check`: its options and its report. What is slow to import is imported when it runs."""
+"""The command `lowbit check`: its options and its report. Slow imports wait until it runs."""
 
 from __future__ import annotations
 

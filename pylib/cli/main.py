@@ -1,7 +1,7 @@
 """The command line: `lowbit compile | explain | opt | run | check | tune | quantize | inspect | ...`.
 
 A command is a function. If it takes a matmul, it has a `spec` parameter, which `takes_spec` turns into one option for
-each field of `MatmulSpec`. What is slow to import is imported inside the commands.
+each field of `MatmulSpec`. Slow imports are inside the commands.
 """
 
 from __future__ import annotations

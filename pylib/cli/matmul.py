@@ -1,4 +1,4 @@
-"""The commands that take a matmul: `lowbit compile | explain | run`. What is slow to import is imported inside."""
+"""The commands that take a matmul: `lowbit compile | explain | run`. Slow imports wait until they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `lowbit quantize` and `lowbit inspect`. What is slow to import is imported when they run."""
+"""The commands `lowbit quantize` and `lowbit inspect`. Slow imports wait until they run."""
 
 from __future__ import annotations
 

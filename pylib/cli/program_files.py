@@ -1,5 +1,4 @@
-"""Tile programs in files of the user's: `my_kernel.py:name` on the command line. What is slow to import is imported
-inside."""
+"""Tile programs in the user's files: `my_kernel.py:name` on the command line. Slow imports are inside functions."""
 
 from __future__ import annotations
 

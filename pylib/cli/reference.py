@@ -1,7 +1,7 @@
 """The pages of docs/reference/, generated from the code: `lowbit reference FOLDER`.
 
-Each page is a function that returns markdown. What it says of a name comes from the docstring, the IRDL definition or
-the signature of that name, so the way to mend a page is to mend the code.
+Each page is a function that returns markdown. Its text comes from docstrings, IRDL definitions and signatures, so the
+way to mend a page is to mend the code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command `lowbit tune`: its options, and the search. What is slow to import is imported when it runs."""
+"""The command `lowbit tune`: its options, and the search. Slow imports wait until it runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Spends bits where they help most: which configuration each layer gets, so that all together have a given size.
 
-What a layer loses with each candidate has been measured. Among the candidates of a layer those on the lower convex hull
-of size and divergence are of use. Every layer starts from its smallest; then the step with the most gain per byte comes
-first, while it fits.
+The loss of each layer with each candidate has been measured. Only candidates on the lower convex hull of size and
+divergence are of use. Every layer starts from its smallest candidate. Then the step with the largest gain per byte is
+taken, again and again, while it fits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""AWQ in a model: what makes the input of layers divides it by the scales of their columns.
+"""AWQ in a model: the module that produces the input of layers divides it by the scales of their columns.
 
-That is a norm, for all layers that read its output; or a linear layer, whose rows are divided, for one that gets its
-output by ways on which a factor per column stays: up for down in a gated feed-forward network, value for output in
-attention. A linear layer is found by trying those of the same module.
+The module is a norm, for all layers that read its output. Or it is a linear layer, whose rows are divided, if a factor
+per column passes unchanged from its output to the layer: from up to down in a gated feed-forward network, from value to
+output in attention. Linear layers of the same module are tried until one fits.
 
-A norm is found by watching the model: the input of a linear layer is the very tensor that the norm returned. What the
-norm multiplies by, its weight or 1 + weight, is found by calling a copy of it with another weight. Then a trial run of
+A norm is found by watching the model: the input of a linear layer is the very tensor that the norm returned. A call of
+a copy with another weight shows whether the norm multiplies by its weight or by 1 + weight. Then a trial run of
 the model shows whether anything but these layers reads the norm's output: hooks scale the output by powers of two and
 undo that before the layers, which changes no bit of the model's output if nothing else does.
 """

@@ -15,7 +15,7 @@ LINEARS: Mapping[str, bool] = {
     "transformers.pytorch_utils.Conv1D": True,  # GPT-2
     "transformers.models.falcon.modeling_falcon.FalconLinear": False,
 }
-"""Classes, and whether their weight is [k, n]. A subclass may compute something else, and is none of them."""
+"""Classes, and whether their weight is [k, n]. A subclass may compute something else, and does not count."""
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -1,10 +1,9 @@
-"""`lowbit.plan` and `lowbit.sensitivity`: what each layer of a model loses with each candidate configuration.
+"""`lowbit.plan` and `lowbit.sensitivity`: the loss of each layer of a model with each candidate configuration.
 
-A kernel takes the time of reading its own bytes at every width, so layers need not be alike. What a layer loses is
-measured: it is quantized by every candidate, and by one of them (the probe) while all other layers stay as they are,
-and the model is run. The divergence of its output is close to quadratic in the change of the layer's output. So that
-of another candidate is the probe's, times the ratio of their squared output errors on the calibration inputs.
-`bit_allocation.py` then chooses.
+A kernel takes the time of reading its own bytes at every width, so layers need not be alike. The model is run with one
+layer quantized by one candidate (the probe) and all other layers as they are. The divergence of the model's output is
+close to quadratic in the change of the layer's output. So the divergence of another candidate is the probe's, times the
+ratio of their squared output errors on the calibration inputs. `bit_allocation.py` then chooses.
 """
 
 from __future__ import annotations

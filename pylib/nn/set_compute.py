@@ -19,7 +19,7 @@ def set_compute_(
     returns why layers stay as they were, by their names.
 
     A model of any origin will do: quantized by lowbit, imported from GPTQ, AWQ or GGUF, or saved. Codes stay as they
-    are. What layers multiply in is saved with them.
+    are. The type in which layers multiply is saved with them.
 
     model          any module; embeddings, and output layers that are tied to them, are left alone
     compute        "f8e4m3" or "i8"; None: the type of inputs

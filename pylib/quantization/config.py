@@ -181,8 +181,8 @@ class QuantConfig:
     def second_level(self) -> Bilevel | None:
         """The second level of scales, zeros and offsets; None where these are stored as numbers.
 
-        Of SpQR, these are the widths that kernels do not have, and other numbers of rows than 16. A second level for
-        each row would take more bytes than the numbers themselves.
+        SpQR stores numbers for widths that kernels do not have, and for other numbers of rows than 16: a second level
+        for each row would take more bytes than the numbers themselves.
         """
         if self.bilevel is not None:
             return self.bilevel

@@ -1,10 +1,11 @@
-"""GPTQ (Frantar et al., 2022): columns are rounded one after the other, and the rest makes up for each one's error.
+"""GPTQ (Frantar et al., 2022): columns are rounded one after the other, and the columns after each make up for its
+error.
 
 With H the sum of x^T x over calibration inputs, the squared output error of a row is (w - q) H (w - q)^T. If column j
 is rounded, the best change of the columns after it is - e * U[j, j+1:], with U the upper Cholesky factor of H^-1 and
 e = (w_j - q_j) / U[j, j]. Columns with the largest diagonal of H come first. Scales and zeros are fixed before, from
-the groups in the order of the weight ("static groups"): the result needs no permutation of the input. Those of K-quants
-(`k_quants.py`) are fixed with both of their levels.
+the groups in the order of the weight ("static groups"): the result needs no permutation of the input. For K-quants
+(`k_quants.py`) both of their levels are fixed.
 
 With `beams`, several ways to round a row are followed at a time (`beams.py`), and columns come in the order of
 `ordered_factor`.

@@ -67,7 +67,7 @@ def tolerance(
     dequantized     the kernel rounds whole weights to the operand's type (as the dequantize kernel does) and then
                     accumulates all of k
     rounded_zeros   the kernel rounds float zeros z to the operand's type, and each value - z again
-                    (`KernelPlan.rounds_zeros`). What that changes is known: with v the weight so rounded,
+                    (`KernelPlan.rounds_zeros`). The change is known: with v the weight so rounded,
                     |sum_k x s (v - (value - z))|. With dequantized, s * z is rounded, too: u s |z|
     folded          the kernel rounds weights as `MatmulSpec.fold_scales` allows it, and adds up all columns in the
                     tensor core: `_folding_error`

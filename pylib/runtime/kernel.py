@@ -3,7 +3,7 @@
     kernel = lowbit.compile_program(program)
     kernel(x=x, y=y, m=len(x))
 
-The call is the same on a GPU and in the emulator; only the tensors are on another device. What the program writes are
+The call is the same on a GPU and in the emulator; only the tensors are on another device. Outputs are
 arguments, too: nothing is returned. Arguments are checked at every call, which costs some microseconds: the matmuls of
 this package call `pylib.runtime.driver.Function` instead.
 """

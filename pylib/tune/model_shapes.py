@@ -17,8 +17,8 @@ class ModelShape:
     heads         of queries; kv_heads of keys and values, each of `head` numbers
     feed_forward  numbers in the middle of the gated feed-forward network
     layers        of the model
-    vocabulary    tokens that there are
-    model_type    what transformers calls the architecture
+    vocabulary    number of different tokens
+    model_type    the architecture's name in transformers
     """
 
     hidden: int

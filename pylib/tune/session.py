@@ -1,12 +1,12 @@
 """`lowbit tune`: measures schedules and writes the fastest into a table.
 
-For every matmul and token tile, in two passes: the candidates of `pylib.tune.search_space` are timed shortly; then
-their neighbours, for the best few of them. The best of all are timed at length, and the output of the winner is checked
+Every matmul and token tile is searched in two passes: the candidates of `pylib.tune.search_space` are timed shortly,
+and then the neighbours of the best few. The best of all are timed at length, and the output of the winner is checked
 against the definition before it is recorded. Other processes compile meanwhile, one matmul ahead, and the neighbours
 are compiled while the next matmul's candidates are timed.
 
 Every measurement is a line of a log (`log.py`), so that a session that was interrupted goes on where it stopped.
-Measurements of other sources of the compiler do not count. What to look for schedules for is in `work.py`.
+Measurements of other sources of the compiler do not count. `work.py` has the list of matmuls.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def has_memory(t: Tensor) -> bool:
 
 def check_storage(what: str, t: Tensor, error: type[LowbitError]) -> None:
     """Raises `error` where a tensor's storage ends before its last element: `untyped_storage().resize_` has shrunk it
-    under the tensor, and a kernel or a copy would read what lies behind it. What torch traces is not looked at."""
+    under the tensor, and a kernel or a copy would read what lies behind it. Tensors that torch traces are not
+    checked."""
     if is_plain(t) and not is_observed() and not t.is_meta and is_shrunk(t):
         raise error(shrinkage(what, t))
 

@@ -11,9 +11,9 @@ Linear4bit.state_dict writes:
 
 w = quant_map[code] * absmax, absmax = nested_quant_map[code] * nested_absmax + nested_offset, in f32.
 
-Blocks are of the flattened weight. Those of absmax lie within rows if k is a multiple of "blocksize"; those of
-nested_absmax may hold several rows, or end within one, so here every few groups of a row have a copy. Where fewer than
-four groups share a copy, it would take more than it saves, and scales are f32 numbers.
+Blocks are counted through the flattened weight. Blocks of absmax lie within rows if k is a multiple of "blocksize".
+Blocks of nested_absmax may hold several rows, or end within one, so every few groups of a row get a copy here. Where
+fewer than four groups share a copy, it would take more bytes than it saves, and scales are f32 numbers.
 
 Linear8bitLt.state_dict writes:
 

@@ -9,9 +9,9 @@
     mxfp4, mxfp6     weight_packed uint8, each row a stream of e2m1 or e2m3 codes; weight_scale as for mxfp8
     nvfp4            weight_packed uint8, each row a stream of e2m1 codes; scales as in nvfp4.py
 
-w = (code - zero) * scale. Which of these a module is can be seen from its tensors. What is so found must agree with
-what the configuration says of the module: with type, bits, strategy and group size of one of its groups, those whose
-targets name the module where some do. That group then says whether there are zeros and, by "actorder", a weight_g_idx.
+w = (code - zero) * scale. The tensors of a module show which of these it is. That must agree with one group of the
+configuration, in type, bits, strategy and group size; if the targets of some groups name the module, with one of them.
+The group then says whether there are zeros and, by "actorder", a weight_g_idx.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class About:
         self.name: object = file.metadata.get("general.architecture")
 
     def value(self, key: str) -> Any:
-        """Returns a value of the architecture; None without. Of a number for each layer, all the same, the number."""
+        """Returns a value of the architecture; None without. A list with the same number for
+        each layer is that number."""
         found = self.file.metadata.get(f"{self.name}.{key}")
         if not isinstance(found, np.ndarray):
             return found

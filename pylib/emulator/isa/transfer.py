@@ -54,8 +54,8 @@ def _parts(op: Op, kind: str, items: tuple[Any, ...]) -> str:
 def _pack(op: Op, kind: str) -> Step:
     """mov.b32 d, {a, b}: a is the low half.
 
-    LLVM names a register that no instruction writes for a half that it does not need. Such a half is a NaN here, of f16
-    and bf16, so that a kernel that needs it after all has no good result.
+    For a half that is not needed, LLVM names a register that no instruction writes. Here that half is a NaN, of f16 as
+    of bf16, so that a kernel that needs it after all gives a wrong result.
     """
     dest = op.dest(kind)
     items = op.vector()

@@ -1,12 +1,12 @@
 """Finds threads that touch the same byte of shared memory, one of them writing, with no order between them.
 
-Time is the number of synchronizations so far. `seen[t, u]` is the time up to which thread t knows what u did. A
-barrier collects what those know and have done who arrive (`release`), and tells it to those who wait (`acquire`).
+Time is the number of synchronizations so far. `seen[t, u]` is the time up to which thread t knows the actions of u. A
+barrier collects the knowledge of threads that arrive (`release`), and passes it to threads that wait (`acquire`).
 For every byte the detector keeps the last write and, per thread, the last read. This is the happens-before relation
 of FastTrack (Flanagan and Freund, 2009), with reads kept per thread so that no race is missed or made up.
 
-What else reads or writes at a time of its own counts as a thread too: the wgmma unit of each warp, and for each block
-the bulk copies into its memory.
+Units that read or write at a time of their own count as threads, too: the wgmma unit of each warp, and the bulk copies
+into the memory of each block.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class LowbitServing(QuantizationConfig):
         self.names.rename(hf_to_vllm_mapper.map_name)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Method:
-        """Returns what a layer does that has this name; None for one that is none of lowbit's."""
+        """Returns the method of the layer of this name; None for layers that lowbit does not serve."""
         with naming(prefix or type(layer).__name__):
             if isinstance(layer, RoutedExperts):
                 return self._of_experts(prefix)
