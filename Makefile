@@ -65,12 +65,14 @@ slow: $(READY) ## the exhaustive sweeps that CI leaves out
 
 # Not part of `test`: it downloads 300 MB. torch stays that of constraints.txt, since PyPI has the lowest one as a CUDA
 # build of 3 GB alone; `make lowest TORCH=lowest` takes it.
+LOWEST := project/test_cli.py calls/test_cache.py calls/test_matmul_api.py calls/test_torch_op.py kernels/test_cpu.py \
+	models/test_checkpoints.py
 lowest: ## a few tests with the lowest versions that pyproject.toml allows
 	mkdir -p build
 	python3 .ci/lowest.py $(TORCH) > build/lowest.txt
 	python3 -m venv --clear build/lowest
 	build/lowest/bin/python -m pip install -qq --constraint build/lowest.txt --editable '.[test]'
-	build/lowest/bin/python -m pytest -n $(JOBS) $(addprefix pytests/test_,cli.py cache.py checkpoints.py cpu.py matmul_api.py torch_op.py)
+	build/lowest/bin/python -m pytest -n $(JOBS) $(addprefix pytests/,$(LOWEST))
 
 format: $(READY) ## sort imports and mend what ruff can mend
 	$(PY) -m ruff check --fix .

@@ -1,6 +1,6 @@
 """What every test shares: GPU tests skip without a GPU, Hypothesis has profiles, the cache is private.
 
-    HYPOTHESIS_PROFILE=thorough pytest pytests/test_packing.py
+    HYPOTHESIS_PROFILE=thorough pytest pytests/formats/test_packing.py
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ U4 = MatmulSpec(256, 1024, "u4", group_size=128, zeros="int", bias=True)
 BYTES = MatmulSpec(256, 1024, "u4", group_size=128, compute="i8")
 LEVELS = MatmulSpec(256, 1024, "u4", group_size=32, zeros="offset", scale="u6", bilevel=Bilevel(groups=8))
 TABLE = MatmulSpec(256, 1024, "nf4", group_size=64, outliers=True)
-LIT_TESTS = Path(__file__).parent.parent / "lit_tests"
+LIT_TESTS = Path(__file__).parents[2] / "lit_tests"
 
 KERNELS: dict[str, tuple[str, MatmulSpec, int, str]] = {  # family, spec, tokens and target
     "decode": ("decode", U4, 8, "sm_80"),

@@ -80,7 +80,7 @@ def test_summary_names_the_best_peer() -> None:
 
 
 def test_tables_of_the_readme_are_those_of_the_results() -> None:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     text = (root / "README.md").read_text()
     assert summary(_latest(root, "h200")) in text
     runs = [Results.read(path) for path in sorted((root / "docs/results").glob("prefill-h200-*.json"), reverse=True)]

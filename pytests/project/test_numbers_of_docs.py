@@ -30,7 +30,7 @@ from lowbit.pylib.nn import quant_plan
 from lowbit.pylib.quantization import config
 from lowbit.pylib.weights import saved
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results"
 SIZES = ((4096, 4096), (8192, 8192), (8192, 28672), (57344, 8192))
 U4 = {"weight": "u4", "group_size": 128, "zeros": "none", "act": "f16"}

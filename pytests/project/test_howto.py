@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PAGES = sorted((Path(__file__).resolve().parent.parent / "docs/howto").glob("*.md"))
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs/howto").glob("*.md"))
 PARTS = ("dialect", "passes", "pylib", "lowbit", "pytests", "lit_tests", "docs/design.md")
 
 

@@ -13,7 +13,7 @@ import torch
 
 import lowbit
 
-PAGE = Path(__file__).parents[1] / "docs/kernel.md"
+PAGE = Path(__file__).parents[2] / "docs/kernel.md"
 FILE, TARGET = "my_kernel.py", "emulator:sm_80"
 BEFORE = """from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.passes.builder import Program

@@ -15,7 +15,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from pytests.tensor_parallel import TOKENS, load  # noqa: E402
+from pytests.models.tensor_parallel import TOKENS, load  # noqa: E402
 
 SMALL = {
     "vocab_size": 64,
@@ -43,7 +43,7 @@ def started(rank: int, folders: Sequence[Path], port: int, root: Path, processes
     """Starts one of the processes."""
     places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "pytests.tensor_parallel", *map(str, folders)]
+    command = [sys.executable, "-m", "pytests.models.tensor_parallel", *map(str, folders)]
     environment = os.environ | places | address
     return subprocess.Popen(command, cwd=root, env=environment, stderr=subprocess.PIPE, text=True)
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import record_lines
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs/results"
+RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
 
 
 def test_a_record_a_line() -> None:

@@ -28,7 +28,7 @@ from lowbit.pylib.checkpoints import unpack
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
 from lowbit.pylib.weights.packed import PackedWeight
 
-FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
+FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
 REFUSED = {
     "hqq-4-axis-0": "axis=0: groups must lie along k",
 }

@@ -18,7 +18,7 @@ import lowbit
 from lowbit import CheckpointError
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
 
-FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
+FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
 
 
 class Block(nn.Module):

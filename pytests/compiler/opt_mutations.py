@@ -1,6 +1,6 @@
 """Runs `lowbit opt` on damaged programs, in a process of its own, which a crash may end.
 
-    python pytests/opt_mutations.py FIRST LAST
+    python pytests/compiler/opt_mutations.py FIRST LAST
 
 A damaged program is a chunk of a file in lit_tests with one to three of its words, numbers or lines changed, such that
 the parser takes it nevertheless; its number decides which. It goes through the passes of its file, or through all that
@@ -126,7 +126,7 @@ def _refuses(opt: Opt, program: str) -> bool:
 def main(first: int, last: int) -> None:
     """Run damaged programs."""
     warnings.simplefilter("ignore")
-    folder = Path(__file__).resolve().parent.parent / "lit_tests"
+    folder = Path(__file__).resolve().parents[2] / "lit_tests"
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in range(first, last):

@@ -23,7 +23,7 @@ from lowbit.pylib.build import knobs
 from lowbit.pylib.cli.main import app
 from lowbit.pylib.cli.reference import text_of, write
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 WRITTEN = [page for page in PAGES if page.parent.name != "reference"]
 """Pages that are not generated."""

@@ -1,6 +1,6 @@
 """One of several processes that run a model in parts: test_tensor_parallel.py starts them.
 
-    python -m pytests.tensor_parallel FOLDER...    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+    python -m pytests.models.tensor_parallel FOLDER...    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
 Each folder has a checkpoint; the logits of the model are written to logits.pt in it, by rank 0.
 """

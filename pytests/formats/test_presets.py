@@ -17,7 +17,7 @@ from lowbit.pylib.checkpoints.gguf.file import TYPES
 from lowbit.pylib.weights.packed import pack
 
 NAMES = {name.upper() for name in PRESETS}
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "formats.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
 
 
 def row(name: str) -> str:

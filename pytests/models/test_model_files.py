@@ -236,7 +236,7 @@ def test_wrong_requests_are_one_line(plain: Path, tmp_path: Path) -> None:
     assert not out.exists()
 
 
-CHECKPOINTS = Path(__file__).parent / "fixtures/checkpoints"
+CHECKPOINTS = Path(__file__).parents[1] / "fixtures/checkpoints"
 
 
 def test_outliers_of_each_row(tmp_path: Path) -> None:

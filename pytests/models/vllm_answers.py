@@ -1,6 +1,6 @@
 """A process that runs a model in vLLM: test_vllm.py starts it, as vLLM has to be first to load an engine in a process.
 
-    python -m pytests.vllm_answers ARGUMENTS    the arguments of vllm.LLM, as JSON, and the folder of an "adapter"
+    python -m pytests.models.vllm_answers ARGUMENTS    those of vllm.LLM, as JSON, and the folder of an "adapter"
 
 It prints as JSON: the likeliest tokens after each prompt, how likely vLLM takes the tokens of the prompts to be, and
 what its layers do.

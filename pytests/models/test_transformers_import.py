@@ -16,7 +16,7 @@ from lowbit import CheckpointError, LowbitConfig, LowbitExperts, LowbitLinear, S
 
 transformers = pytest.importorskip("transformers")
 
-FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
+FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
 MODULE = "model.layers.0.mlp.up_proj"
 TOKENS = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(0))
 NAMES = (

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import cpu, gguf
 from benchmarks.publish import between_marks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from lowbit.pylib.integrations.vllm.rows import Rows, Share, load_rows, load_wei
 
 transformers = pytest.importorskip("transformers")
 
-from pytests.vllm_answers import PROMPTS  # noqa: E402
+from pytests.models.vllm_answers import PROMPTS  # noqa: E402
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: docs/howto/vllm.md")
 
@@ -69,7 +69,7 @@ def layer_of(model: nn.Module, name: str) -> LowbitLinear:
 
 def test_the_entry_point_is_light() -> None:
     """It is there, and loading it loads neither vLLM nor torch."""
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     module, _, function = project["entry-points"]["vllm.general_plugins"]["lowbit"].partition(":")
     assert callable(getattr(import_module(module), function))
     code = f"import sys, {module}; print({{'vllm', 'torch', 'transformers'}} & set(sys.modules))"
@@ -239,8 +239,8 @@ def answers(folder: Path, fails: bool = False, **arguments: Any) -> Any:
     settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(processes)))
     settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes > 1))
     given = json.dumps({"model": str(folder), "enforce_eager": True, **arguments})
-    command = [sys.executable, "-m", "pytests.vllm_answers", given]
-    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "pytests.models.vllm_answers", given]
+    root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=os.environ | settings, capture_output=True, text=True, timeout=600)
     assert fails == (done.returncode != 0), done.stdout[-2000:] + done.stderr[-8000:]
     if fails:

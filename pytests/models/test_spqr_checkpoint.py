@@ -21,7 +21,7 @@ from lowbit.pylib import reference
 from lowbit.pylib.checkpoints.formats import spqr
 from lowbit.pylib.weights.packed import PackedWeight
 
-FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
+FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
 CONFIG = {"quant_method": "spqr", "bits": 3, "beta1": 16, "beta2": 16}
 LAYER = "model.layers.0.mlp.up_proj"
 Tensors = dict[str, Tensor]

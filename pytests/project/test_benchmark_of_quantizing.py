@@ -53,6 +53,6 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_page_has_a_place_for_the_table() -> None:
-    page = Path(__file__).resolve().parent.parent / "docs/quantizers.md"
+    page = Path(__file__).resolve().parents[2] / "docs/quantizers.md"
     assert "| u4 per 128 |" in page.read_text().partition(quantize.BEGIN)[2].partition(quantize.END)[0]
     assert between_marks(page, "new", quantize.BEGIN, quantize.END) != page.read_text()

@@ -21,7 +21,7 @@ from lowbit.pylib.reference import random_problem
 from lowbit.pylib.runtime.devices import this_machine
 from lowbit.pylib.weights.packed import pack
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def load(name: str) -> dict[str, Any]:
