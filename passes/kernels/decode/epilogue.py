@@ -81,7 +81,7 @@ class Epilogue:
         p, s = self.p, self.schedule
         tiles, columns = self.plan.tiles, total.shape[1]
         size = s.rows * columns
-        sizes, strides = (s.split_k, tiles, s.rows, columns), (tiles * size, size, 1, s.rows)
+        sizes, strides = (s.split_k, tiles, COUNTERS + s.rows, columns), (tiles * size, size, 1, s.rows)
         partial = p.global_view(p["workspace"], "f32", sizes, strides)  # behind the counters: rows are side by side
         counters = p.global_view(p["workspace"], "i32", (COUNTERS,))
         p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, (p.block_id(1), self.tile, COUNTERS, 0))
