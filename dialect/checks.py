@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -69,14 +70,21 @@ def _check_declared(op: Any, required: frozenset[str]) -> None:
 
 
 def _check_segments(op: Any) -> None:
-    """IRDL works out by itself how many operands a variadic group has, but the bindings read this attribute."""
+    """IRDL works out by itself how many operands one variadic group has, but the bindings read this attribute, and of
+    several groups IRDL does, too."""
     kinds: list[int] | None = op._ODS_OPERAND_SEGMENTS  # 1 for a single operand, -1 for any number
     if kinds is None:
         return
-    rest = len(op.operands) - kinds.count(1)
-    expected = f"array<i32: {', '.join('1' if kind == 1 else str(rest) for kind in kinds)}>"
-    name = "operandSegmentSizes"
+    name, rest = "operandSegmentSizes", len(op.operands) - kinds.count(1)
     got = str(op.attributes[name]) if name in op.attributes else "nothing"
+    if kinds.count(-1) > 1:
+        sizes = [int(size) for size in re.findall(r"\d+", got.partition(":")[2])]
+        singles = all(size == 1 for size, kind in zip(sizes, kinds) if kind == 1)
+        fits = len(sizes) == len(kinds) and singles and sum(sizes) == len(op.operands)
+        groups = ", ".join("1" if kind == 1 else "any" for kind in kinds)
+        expect(fits, name, f"array<i32: {groups}>, {len(op.operands)} in all", got)
+        return
+    expected = f"array<i32: {', '.join('1' if kind == 1 else str(rest) for kind in kinds)}>"
     expect(got == expected, name, expected, got)
 
 

@@ -20,13 +20,14 @@ from weakref import WeakKeyDictionary, ref
 
 from lowbit.dialect.bilevel import SCALE_CODES, TABLE_CODE, Bilevel, check_bilevel
 from lowbit.dialect.elements import ELEMENTS, Element
+from lowbit.dialect.epilogue import ACTIVATIONS, EPILOGUES, RESIDUAL, Epilogue
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import boolean, choice, did_you_mean, floats, integer
 from lowbit.dialect.formats import byte_codes
 from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
-from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.formats.packing import ROWS, Packing
 from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.weight import Storage, TensorSlot, in_memory, weight_tensors
@@ -68,6 +69,9 @@ class MatmulSpec:
                 of codes and groups is W[:, permutation[j]]
     outliers    whether a sparse matrix S of f16 numbers is added to the weight
     bilevel     the second level of scales (zeros, offsets) that are codes: a `Bilevel` (K-quants, SpQR, nested NF4)
+    epilogue    what becomes of sums before they are y (`dialect.epilogue`): "silu_mul" and "gelu_mul" multiply the
+                activated first half of the rows by the second, so y is [m, n / 2]; "residual" adds an argument of the
+                call; None: nothing
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -91,6 +95,7 @@ class MatmulSpec:
     compute: Compute | None = None
     fold_scales: bool = False
     compute_from: int = 1
+    epilogue: Epilogue | None = None
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
@@ -109,6 +114,7 @@ class MatmulSpec:
             compute=None if self.compute is None else _compute(self.compute),
             fold_scales=boolean("fold_scales", self.fold_scales),
             compute_from=integer("compute_from", self.compute_from, 1),
+            epilogue=None if self.epilogue is None else choice("epilogue", self.epilogue, EPILOGUES),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -124,6 +130,18 @@ class MatmulSpec:
             raise SpecError(f"compute_from={self.compute_from} needs compute='f8e4m3' or 'i8'; name one, or drop it")
         if self.folds:
             object.__setattr__(self, "row_scales", True)
+        if self.is_gated:
+            self._check_gated()
+
+    def _check_gated(self) -> None:
+        """Raises SpecError unless the halves of a gated MLP can share row blocks."""
+        given = f"epilogue={self.epilogue!r}"
+        if self.n % ROWS:
+            above = -(-self.n // ROWS) * ROWS
+            raise SpecError(f"{given} needs n={self.n} to be a multiple of {ROWS}; pad both halves to n={above} in all")
+        if self.bilevel and self.bilevel.rows == ROWS:
+            fix = "use a second level of rows=1, or two matmuls with epilogue=None"
+            raise SpecError(f"{given} has rows of both halves in a block, which bilevel rows={ROWS} would share; {fix}")
 
     def _check_compute(self, compute: Compute) -> None:
         """Raises SpecError unless this weight can be multiplied by activations of 8 bits."""
@@ -256,6 +274,32 @@ class MatmulSpec:
         return replace(self, compute=None, fold_scales=False, compute_from=1)
 
     @property
+    def is_gated(self) -> bool:
+        """Tells whether the epilogue multiplies the halves of a gated MLP."""
+        return self.epilogue in ACTIVATIONS
+
+    @property
+    def outputs(self) -> int:
+        """Columns of y: n, or half of it where the epilogue multiplies two halves."""
+        return self.n // 2 if self.is_gated else self.n
+
+    @property
+    def call_inputs(self) -> tuple[str, ...]:
+        """The arguments of a call besides x and the weight, which kernels take behind the weight's tensors."""
+        return (RESIDUAL,) if self.epilogue == RESIDUAL else ()
+
+    @cached_property
+    def call_operands(self) -> tuple[str, ...]:
+        """The names of what kernels take besides x: the weight's tensors, and behind them `call_inputs`."""
+        return (*(slot.name for slot in self.tensors), *self.call_inputs)
+
+    @cached_property
+    def without_epilogue(self) -> MatmulSpec:
+        """This matmul as far as its sums, h [m, n], whose weight has the same tensors: columns of h are in the order in
+        which a gated one's rows are stored (`dialect.epilogue.stored_rows`)."""
+        return replace(self, epilogue=None)
+
+    @property
     def y(self) -> Element:
         """The type of the result's numbers."""
         return ELEMENTS[self.out_dtype]
@@ -376,7 +420,8 @@ class MatmulSpec:
         compute += ", folded" if self.fold_scales else ""
         compute += f", from {self.compute_from} rows on" if self.compute_from > 1 else ""
         weight = f"{self.weight}[{self.n}, {self.k}] {scale} scale per {group}{zeros}{others}{outliers}"
-        return f"{weight}: {self.act}{compute} -> {self.out_dtype}{bias}"
+        epilogue = f", {self.epilogue}" if self.epilogue else ""
+        return f"{weight}: {self.act}{compute} -> {self.out_dtype}{bias}{epilogue}"
 
 
 _interned: WeakKeyDictionary[MatmulSpec, ref[MatmulSpec]] = WeakKeyDictionary()

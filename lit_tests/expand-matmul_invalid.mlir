@@ -25,7 +25,7 @@ func.func @no_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{expand-matmul: a lowbit.matmul has no schedule; run select-schedule first}}
   %y = "lowbit.matmul"(%x, %w) {
     packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
-    operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+    operandSegmentSizes = array<i32: 1, 1, 0, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
 
@@ -36,7 +36,7 @@ func.func @strange_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf
   // expected-error @below {{schedule: unknown field 'depth'; allowed: tokens, row_blocks}}
   %y = "lowbit.matmul"(%x, %w) {schedule = {depth = 3},
     packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
-    operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+    operandSegmentSizes = array<i32: 1, 1, 0, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
 
@@ -47,7 +47,7 @@ func.func @schedule_of_another_operation(%x: tensor<?x512xf16>, %w: !weight) -> 
   // expected-error @below {{expand-matmul: a schedule of dequantize is for lowbit.dequantize, not for lowbit.matmul}}
   %y = "lowbit.matmul"(%x, %w) {schedule = {family = "dequantize"},
     packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
-    operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+    operandSegmentSizes = array<i32: 1, 1, 0, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
 

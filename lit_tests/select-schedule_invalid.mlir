@@ -11,7 +11,7 @@
 !weight = !lowbit.packed<[64, 1024], #lowbit.format<"u3", []>, 0, "none", "f16">
 func.func @chunk(%x: tensor<?x1024xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{schedule: step_k=128 must be a multiple of 256 for u3; try 256}}
-  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x1024xf16>, !weight) -> tensor<?x64xf16>
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0, 0>} : (tensor<?x1024xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
 
@@ -21,7 +21,7 @@ func.func @chunk(%x: tensor<?x1024xf16>, %w: !weight) -> tensor<?x64xf16> {
 !weight = !lowbit.packed<[64, 960], #lowbit.format<"u8", []>, 96, "none", "f16">
 func.func @group(%x: tensor<?x960xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{schedule: step_k=128 and groups of 96 must divide one another; try 32}}
-  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x960xf16>, !weight) -> tensor<?x64xf16>
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0, 0>} : (tensor<?x960xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
 
@@ -31,6 +31,6 @@ func.func @group(%x: tensor<?x960xf16>, %w: !weight) -> tensor<?x64xf16> {
 !weight = !lowbit.packed<[64, 1024], #lowbit.format<"u4", []>, 0, "none", "f16">
 func.func @shared(%x: tensor<?x1024xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{sm_86 allows 101376; take fewer num_stages or warps_k, or a smaller step_k}}
-  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x1024xf16>, !weight) -> tensor<?x64xf16>
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0, 0>} : (tensor<?x1024xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }

@@ -8,6 +8,7 @@ from typing import Any, cast
 from lowbit.dialect import ops
 from lowbit.dialect.assembly import print_module
 from lowbit.dialect.bindings import func, ir, new_context
+from lowbit.dialect.epilogue import Epilogue
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.packed_type import Packed, packed_type
 from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
@@ -36,17 +37,17 @@ def matmul_text(spec: MatmulSpec) -> str:
 
 
 def matmul_module(spec: MatmulSpec) -> ir.Module:
-    """A module with @matmul(x, w[, bias]) -> y, of one lowbit.matmul; needs a context with the dialect."""
-    x, y = _tensor([_ANY, spec.k], spec.act), _tensor([_ANY, spec.n], spec.out_dtype)
-    inputs = [x, packed_type(spec)] + ([_tensor([spec.n], spec.out_dtype)] if spec.bias else [])
+    """A module with @matmul(x, w[, bias][, residual]) -> y, of one lowbit.matmul; needs a context with the dialect."""
+    x, y = _tensor([_ANY, spec.k], spec.act), _tensor([_ANY, spec.outputs], spec.out_dtype)
 
     def matmul(arguments: list[Any]) -> Any:
-        x, w, *bias = arguments
-        op = ops.MatmulOp(x, w, y, bias)
+        x, w, *added = arguments
+        op = ops.MatmulOp(x, w, y, added[: spec.bias], added[spec.bias :])
         op.outliers = spec.outliers
+        op.epilogue = spec.epilogue or "none"
         return op
 
-    return _function("matmul", inputs, [y], matmul)
+    return _function("matmul", [x, packed_type(spec), *_added_types(spec)], [y], matmul)
 
 
 def dequantize_module(spec: MatmulSpec) -> ir.Module:
@@ -83,15 +84,23 @@ def quantize_module(spec: MatmulSpec) -> ir.Module:
 
 def quantized_matmul_module(spec: MatmulSpec) -> ir.Module:
     """A module with @quantized_matmul(values, scales, sums, w[, bias]) -> y, of one lowbit.quantized_matmul."""
-    y = _tensor([_ANY, spec.n], spec.out_dtype)
-    inputs = [*_quantized_types(spec), packed_type(spec)] + ([_tensor([spec.n], spec.out_dtype)] if spec.bias else [])
+    y = _tensor([_ANY, spec.outputs], spec.out_dtype)
+    inputs = [*_quantized_types(spec), packed_type(spec), *_added_types(spec)]
 
     def matmul(arguments: list[Any]) -> Any:
-        op = ops.QuantizedMatmulOp(*arguments[:4], y, arguments[4:])
+        added = arguments[4:]
+        op = ops.QuantizedMatmulOp(*arguments[:4], y, added[: spec.bias], added[spec.bias :])
         op.fold_scales = spec.fold_scales
+        op.epilogue = spec.epilogue or "none"
         return op
 
     return _function("quantized_matmul", inputs, [y], matmul)
+
+
+def _added_types(spec: MatmulSpec) -> list[Any]:
+    """Returns the types of what a matmul adds to its sums: a bias [n], a residual [m, n]."""
+    shapes = ([[spec.n]] if spec.bias else []) + [[_ANY, spec.n] for _ in spec.call_inputs]
+    return [_tensor(shape, spec.out_dtype) for shape in shapes]
 
 
 def _quantized_types(spec: MatmulSpec) -> list[Any]:
@@ -138,12 +147,13 @@ def spec_of(op: Any) -> MatmulSpec:
         return permute_spec(k, act) if isinstance(op, ops.PermuteOp) else quantize_spec(k, act, _compute_of(op.values))
     w = packed_of(op)
     act = y = "f16"  # packing depends on neither
-    bias, compute = False, None
+    epilogue, bias, compute = "none", False, None
     if isinstance(op, ops.MatmulOp):
         act, y = (str(ir.RankedTensorType(t.type).element_type) for t in (op.x, op.y))
-        bias = len(op.bias) > 0
+        epilogue, bias = op.epilogue, len(op.bias) > 0
     elif isinstance(op, ops.QuantizedMatmulOp):
-        y, bias, compute = str(ir.RankedTensorType(op.y.type).element_type), len(op.bias) > 0, _compute_of(op.values)
+        y, compute = str(ir.RankedTensorType(op.y.type).element_type), _compute_of(op.values)
+        epilogue, bias = op.epilogue, len(op.bias) > 0
     elif isinstance(op, ops.DequantizeOp):
         act = y = str(ir.RankedTensorType(op.y.type).element_type)
     return MatmulSpec(
@@ -162,6 +172,7 @@ def spec_of(op: Any) -> MatmulSpec:
         outliers=isinstance(op, ops.MatmulOp | ops.DequantizeOp) and op.outliers,
         compute=compute,
         fold_scales=isinstance(op, ops.QuantizedMatmulOp) and op.fold_scales,
+        epilogue=None if epilogue == "none" else cast(Epilogue, epilogue),
     )
 
 

@@ -33,7 +33,9 @@ from lowbit.pylib.operator.call_checks import (
     check_memory_of_x,
     check_quantized_call,
     check_readable,
+    check_residual,
     check_weight,
+    in_memory,
 )
 from lowbit.pylib.operator.calls import OperatorCalls
 from lowbit.pylib.operator.tracing import check_transforms, is_observed, sizes_as_numbers
@@ -113,7 +115,7 @@ class Matmul:
         self._runtimes = MatmulRuntimes(spec, target, schedule)
         self._operator_calls = OperatorCalls(spec, self._runtimes)
         self._runtime = self._runtimes.ordinary
-        self._run = self._runtime.matmul
+        self._run = self._without_residual if spec.call_inputs else self._runtime.matmul
         self.schedule = self._runtime.schedule
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -154,22 +156,33 @@ class Matmul:
         """
         return packed.pack(self.spec, codes, scales, zeros, bias, outliers, **others)
 
-    def __call__(self, x: Tensor | QuantizedActivation, w: PackedWeight, x_scale: Tensor | None = None) -> Tensor:
-        """Returns y [..., n] in the spec's out type, on the device and the current stream of x.
+    def __call__(
+        self,
+        x: Tensor | QuantizedActivation,
+        w: PackedWeight,
+        x_scale: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Returns y [..., n] in the spec's out type, on the device and the current stream of x; [..., n / 2] where its
+        epilogue multiplies the halves of a gated MLP.
 
         x         [..., k] in the spec's act type, with any number of rows, none too, and any strides. With
                   `MatmulSpec.compute` also what `lowbit.quantize_activation` returns, or values of 8 bits,
                   torch.float8_e4m3fn or torch.int8
         w         the weight as `pack` returns it, on the device of x
         x_scale   [...] in f32: the scale of each row, where x has values of 8 bits; None for all other x
+        residual  [..., n] in the out type: what epilogue="residual" adds; None for all other specs. It gets a gradient
+                  like x
 
         Raises SpecError for an x and PackError for a weight that do not fit the spec, TargetError for tensors where the
         target does not run.
         """
         if type(x) is not Tensor or x_scale is not None or x.requires_grad or is_observed() or x.is_neg():
             if isinstance(x, QuantizedActivation) or x_scale is not None:
-                return self._of_quantized(x, w, x_scale)
-            return self._by_operator(x, w)
+                return self._of_quantized(x, w, x_scale, residual)
+            return self._by_operator(x, w, residual)
+        if residual is not None:
+            return self._with_residual(x, w, residual)
         run, shape = self._run, x.shape
         if (  # what check_call looks at, and no more: it costs 0.5 us
             x.dtype is not self._act
@@ -187,17 +200,35 @@ class Matmul:
             check_memory_of_x(x)
             raise
 
-    def _by_operator(self, x: Tensor, w: PackedWeight) -> Tensor:
+    def _without_residual(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        raise SpecError(f"({self.spec}) adds a residual; call mm(x, w, residual=r)")
+
+    def _with_residual(self, x: Tensor, w: PackedWeight, residual: Tensor) -> Tensor:
+        """Returns what a call gives that adds a residual."""
+        if type(residual) is not Tensor or residual.requires_grad:
+            return self._by_operator(x, w, residual)
+        check_call(self.spec, x, w)
+        check_residual(self.spec, x.shape, x.device, residual)
+        check_readable(w)
+        check_memory_of_x(x)
+        runtime = self._runtimes.wide if w.wide_range else self._runtime
+        return runtime.matmul(x, (*w.tensors, in_memory(residual)))
+
+    def _by_operator(self, x: Tensor, w: PackedWeight, residual: Tensor | None) -> Tensor:
         """Returns what a call gives, as an operator of torch: recorded, differentiated, or run on other kinds of
         tensors, such as a view that negates."""
+        with sizes_as_numbers():
+            check_residual(self.spec, x.shape, x.device, residual)
         if is_dynamo_compiling() or not _is_tracing():
             check_call(self.spec, x, w)
             check_transforms(x)
         else:  # sizes are tensors to torch.jit.trace: the operator checks x
             check_weight(self.spec, w)
-        return torch.ops.lowbit.matmul.packed(x, list(w.tensors), self.description)
+        return torch.ops.lowbit.matmul.packed(x, _operands(w, residual), self.description)
 
-    def _of_quantized(self, x: Tensor | QuantizedActivation, w: PackedWeight, x_scale: Tensor | None) -> Tensor:
+    def _of_quantized(
+        self, x: Tensor | QuantizedActivation, w: PackedWeight, x_scale: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
         """Returns what a call gives for an activation of 8 bits."""
         compute = self.spec.compute
         if compute is None:
@@ -208,13 +239,14 @@ class Matmul:
             q = x
         else:
             raise SpecError("x is quantized and has its scales; drop x_scale=")
+        with sizes_as_numbers():
+            check_quantized_call(self.spec, q, w)
+            check_residual(self.spec, q.shape, q.device, residual, gradient=False)
         if is_observed() or any(type(t) is not Tensor for t in q.tensors):
-            with sizes_as_numbers():
-                check_quantized_call(self.spec, q, w)
-            return torch.ops.lowbit.matmul.quantized(*q.tensors, list(w.tensors), self.description)
-        check_quantized_call(self.spec, q, w)
+            return torch.ops.lowbit.matmul.quantized(*q.tensors, _operands(w, residual), self.description)
         check_readable(w)
-        return self._runtimes.of_eight_bits.multiply(q.tensors, w.tensors)
+        others = () if residual is None else (in_memory(residual),)
+        return self._runtimes.of_eight_bits.multiply(q.tensors, (*w.tensors, *others))
 
     def dequantize(self, w: PackedWeight) -> Tensor:
         """W [n, k] rounded to the act type, on the weight's device: values beyond its range become infinities."""
@@ -265,6 +297,11 @@ class Matmul:
         if stage in stages(gpu=True) and not self.target.is_gpu:
             return f" on a CPU; compile(spec, 'sm_90a').ir({stage!r}) has it, and needs no GPU"
         return ""
+
+
+def _operands(w: PackedWeight, residual: Tensor | None) -> list[Tensor]:
+    """Returns the tensors of `MatmulSpec.call_operands`, as operators take them."""
+    return [*w.tensors] if residual is None else [*w.tensors, residual]
 
 
 @lru_cache(maxsize=_KEPT)

@@ -17,7 +17,7 @@ from lowbit.dialect.errors import EmulatorError, PassError
 from lowbit.dialect.signature import Param, parse_grid
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import Resources, resource_usage
-from lowbit.passes.kernels.decode.epilogue import Epilogue
+from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.launch import Launch
 from lowbit.passes.target import parse_target
 from lowbit.pylib.matmul import Matmul

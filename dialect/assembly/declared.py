@@ -19,7 +19,8 @@ _ADDRESSED = ("source", "map", "target")  # the first of these operands that the
 class Declaration:
     """Operands, results and attributes of a class of operations, as far as the assembly form depends on them.
 
-    singles and variadic are the names of operands; `variadic` comes behind `before` of the single ones. Of operands and
+    singles and variadic are the names of operands; `variadic` comes behind `before` of the single ones. Behind all are
+    `absent` more variadic ones: an operation that has some of these is printed in the generic form. Of operands and
     results, `fixed` has the types that the declaration leaves no choice of. `defaults` are texts of attributes.
     """
 
@@ -27,6 +28,7 @@ class Declaration:
     singles: tuple[str, ...]
     variadic: str | None
     before: int
+    absent: int
     results: tuple[str, ...]
     fixed: dict[str, str]
     defaults: dict[str, str]
@@ -51,7 +53,7 @@ class Declaration:
             return None
         sizes = ["1"] * len(self.singles)
         sizes.insert(self.before, str(count - len(self.singles)))
-        return f"array<i32: {', '.join(sizes)}>"
+        return f"array<i32: {', '.join(sizes + ['0'] * self.absent)}>"
 
 
 @cache
@@ -73,6 +75,7 @@ def _declaration(operation: Any) -> Declaration:
         tuple(field.name for i, field in enumerate(operands) if i not in many),
         operands[many[0]].name if many else None,
         many[0] if many else len(operands),
+        max(len(many) - 1, 0),
         tuple(field.name for field in results),
         {field.name: text for field in operands + results if (text := _fixed(field.constraint))},
         {name: str(factory()) for name, factory in factories.items() if factory},

@@ -7,14 +7,16 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, same_element, tensor, verifier
 from lowbit.dialect.elements import ACTS
+from lowbit.dialect.epilogue import ACTIVATIONS, EPILOGUES, RESIDUAL
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
-from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.formats.packing import ROWS, Packing
 from lowbit.dialect.formats.reals import REALS
-from lowbit.dialect.optional import Flag, Optional
+from lowbit.dialect.optional import Choice, Flag, Optional
 from lowbit.dialect.packed_type import Packed
 from lowbit.dialect.types import Lowbit, PackedType, ints
 
 _PACKING = "the memory order of the weight: chunk, units, padding, shapes"
+_EPILOGUES = ("none", *EPILOGUES)
 _SCHEDULE = "a dictionary of a schedule's fields"
 
 
@@ -43,6 +45,9 @@ def _check_packing(op: Any, w: Packed) -> None:
 class MatmulOp(Lowbit.Operation, name="matmul"):
     """y[t, n] = sum_k x[t, k] W[n, k] (+ bias[n]): x is tensor<?xk>, w a packed weight, y tensor<?xn>.
 
+    An `epilogue` (`dialect.epilogue`) makes y of these sums: "silu_mul" and "gelu_mul" of both halves of every row
+    block, tensor<?x n / 2>; "residual" adds `residual`, which is like y.
+
     With `outliers`, a sparse matrix comes with the weight and is added to it. Sums of both are in f32, rounded once.
 
     On this and the other operations here, `plan-packing` writes `packing`, `select-schedule` writes `schedule`, and
@@ -53,7 +58,9 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
     w: ext.Operand[PackedType]
     y: ext.Result[Any]
     bias: Sequence[ext.Operand[Any]]
+    residual: Sequence[ext.Operand[Any]]
     outliers = Flag()
+    epilogue = Choice(*_EPILOGUES)
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)
 
@@ -118,7 +125,9 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
     w: ext.Operand[PackedType]
     y: ext.Result[Any]
     bias: Sequence[ext.Operand[Any]]
+    residual: Sequence[ext.Operand[Any]]
     fold_scales = Flag()
+    epilogue = Choice(*_EPILOGUES)
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)
 
@@ -134,11 +143,17 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
 
 
 def _check_output(op: Any, w: Packed) -> None:
-    """y, and the bias that is added to it, if there is one: of one type."""
-    out = tensor(op.y, "y", (None, w.n), tuple(REALS))
+    """y, and what is added to sums, of y's type: a bias, if there is one, and a residual, if the epilogue adds one."""
+    gated = op.epilogue in ACTIVATIONS
+    expect(not gated or w.n % ROWS == 0, f"rows with {op.epilogue}", f"a multiple of {ROWS}", w.n)
+    out = tensor(op.y, "y", (None, w.n // 2 if gated else w.n), tuple(REALS))
     expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
     for bias in op.bias:
         tensor(bias, "bias", (w.n,), (out,))
+    wanted = int(op.epilogue == RESIDUAL)
+    expect(len(op.residual) == wanted, f"residual with epilogue={op.epilogue}", wanted, len(op.residual))
+    for residual in op.residual:
+        tensor(residual, "residual", (None, w.n), (out,))
 
 
 def _check_quantized(values: Any, scales: Any, sums: Any, k: int) -> None:

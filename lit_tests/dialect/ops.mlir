@@ -11,6 +11,11 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>, %o
   %y = lowbit.matmul %x, %w, %bias : tensor<?x256xf16>, !weight, tensor<64xf32> -> tensor<?x64xf32>
   // CHECK: lowbit.matmul %{{.*}}, %{{.*}}
   %no_bias = lowbit.matmul %x, %w : tensor<?x256xf16>, !weight -> tensor<?x64xf16>
+  // CHECK: lowbit.matmul %{{.*}}, %{{.*}} {epilogue = "silu_mul"} : {{.*}} -> tensor<?x32xf16>
+  %gated = lowbit.matmul %x, %w {epilogue = "silu_mul"} : tensor<?x256xf16>, !weight -> tensor<?x32xf16>
+  // CHECK: "lowbit.matmul"(%{{.*}}, %{{.*}}, %{{.*}}) {epilogue = "residual", operandSegmentSizes = array<i32: 1, 1, 0, 1>}
+  %added = "lowbit.matmul"(%x, %w, %no_bias) {epilogue = "residual", operandSegmentSizes = array<i32: 1, 1, 0, 1>}
+      : (tensor<?x256xf16>, !weight, tensor<?x64xf16>) -> tensor<?x64xf16>
   // CHECK: lowbit.dequantize %
   %0 = lowbit.dequantize %w : !weight -> tensor<64x256xbf16>
   // CHECK: lowbit.permute %{{.*}}, %{{.*}} : tensor<?x256xf16>, tensor<256xi32> -> tensor<?x256xf16>

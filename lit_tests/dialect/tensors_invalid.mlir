@@ -5,7 +5,7 @@
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @matmul_x(%x: tensor<?x128xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{'lowbit.matmul' op x: expected tensor<?x256xf16> or tensor<?x256xbf16>, got tensor<?x128xf16>}}
-  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x128xf16>, !weight) -> tensor<?x64xf16>
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0, 0>} : (tensor<?x128xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
 
@@ -14,7 +14,7 @@ func.func @matmul_x(%x: tensor<?x128xf16>, %w: !weight) -> tensor<?x64xf16> {
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @matmul_y(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xi8> {
   // expected-error @below {{y: expected tensor<?x64xf16> or tensor<?x64xbf16> or tensor<?x64xf32>, got tensor<?x64xi8>}}
-  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x256xf16>, !weight) -> tensor<?x64xi8>
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0, 0>} : (tensor<?x256xf16>, !weight) -> tensor<?x64xi8>
   return %y : tensor<?x64xi8>
 }
 
@@ -24,7 +24,7 @@ func.func @matmul_y(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xi8> {
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @matmul_bias(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf16>) -> tensor<?x64xf32> {
   // expected-error @below {{bias: expected tensor<64xf32>, got tensor<64xf16>}}
-  %y = "lowbit.matmul"(%x, %w, %bias) {operandSegmentSizes = array<i32: 1, 1, 1>}
+  %y = "lowbit.matmul"(%x, %w, %bias) {operandSegmentSizes = array<i32: 1, 1, 1, 0>}
     : (tensor<?x256xf16>, !weight, tensor<64xf16>) -> tensor<?x64xf32>
   return %y : tensor<?x64xf32>
 }
@@ -34,7 +34,7 @@ func.func @matmul_bias(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf16>
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @matmul_two_biases(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf16>) -> tensor<?x64xf16> {
   // expected-error @below {{bias: expected one at most, got 2}}
-  %y = "lowbit.matmul"(%x, %w, %bias, %bias) {operandSegmentSizes = array<i32: 1, 1, 2>}
+  %y = "lowbit.matmul"(%x, %w, %bias, %bias) {operandSegmentSizes = array<i32: 1, 1, 2, 0>}
     : (tensor<?x256xf16>, !weight, tensor<64xf16>, tensor<64xf16>) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
@@ -43,8 +43,44 @@ func.func @matmul_two_biases(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<6
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @matmul_segments(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf16> {
-  // expected-error @below {{operandSegmentSizes: expected array<i32: 1, 1, 0>, got nothing}}
+  // expected-error @below {{operandSegmentSizes: expected array<i32: 1, 1, any, any>, 2 in all, got nothing}}
   %y = "lowbit.matmul"(%x, %w) : (tensor<?x256xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_without_residual(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf16> {
+  // expected-error @below {{residual with epilogue=residual: expected 1, got 0}}
+  %y = lowbit.matmul %x, %w {epilogue = "residual"} : tensor<?x256xf16>, !weight -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @gated_matmul_of_all_rows(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf16> {
+  // expected-error @below {{y: expected tensor<?x32xf16>}}
+  %y = lowbit.matmul %x, %w {epilogue = "silu_mul"} : tensor<?x256xf16>, !weight -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[56, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @gated_matmul_of_half_a_block(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x28xf16> {
+  // expected-error @below {{rows with gelu_mul: expected a multiple of 16, got 56}}
+  %y = lowbit.matmul %x, %w {epilogue = "gelu_mul"} : tensor<?x256xf16>, !weight -> tensor<?x28xf16>
+  return %y : tensor<?x28xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_epilogue(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf16> {
+  // expected-error @below {{epilogue: expected one of "none", "silu_mul", "gelu_mul", "residual", got "relu"}}
+  %y = lowbit.matmul %x, %w {epilogue = "relu"} : tensor<?x256xf16>, !weight -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
 

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from lowbit.dialect.bindings import arith
 from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.epilogue import HALF
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkReader, Isa, least_code, multiplies_bf16, pair_table
+from lowbit.passes.cpu.epilogue import Epilogue
 from lowbit.passes.cpu.outliers import Lines, Outlier, add_to
 from lowbit.passes.cpu.prepare import Preparer, Rows
 from lowbit.passes.cpu.task import LINE, Needs
@@ -40,8 +42,6 @@ from lowbit.passes.cpu.vector_ops import (
     load,
     loop,
     mul,
-    round_to,
-    scalar_type,
     scratch,
     store,
     sum_of,
@@ -101,7 +101,7 @@ class _Matmul:
     def __init__(self, weight: Weight, table: NDArray[np.float64] | None, rows: Rows, task: Task) -> None:
         self.weight, self.spec, self.tiling = weight, weight.spec, weight.tiling
         self.table, self.rows, self.task = table, rows, task
-        self.y, self.m = task.array("y"), task.integer("m")
+        self.end, self.m = Epilogue(weight, task.array("y")), task.integer("m")
         self.has_offset = rows.sums
         self.totals = scratch(ROWS * TOKENS * VECTOR_BYTES)
         self.offsets = scratch(TOKENS * VECTOR_BYTES)
@@ -231,20 +231,27 @@ class _Matmul:
         lines.each(block, visit)
 
     def _finish(self, block: Value, token: Value, count: int) -> None:
-        """Sums the vectors, adds offset and bias, rounds, stores."""
+        """Sums the vectors, adds offset and bias, and stores what the epilogue makes of them."""
         spec, first = self.spec, mul(block, ROWS)
-        out, nbytes = scalar_type(spec.out_dtype), ELEMENTS[spec.out_dtype].bytes
+        if spec.is_gated:
+            with loop(0, HALF) as row:
+                for t in range(count):
+                    gate, up = (self._sum(first, add(row.index, half), t, count) for half in (0, HALF))
+                    self._store(self.end.gated(gate, up), add(token, t), add(mul(block, HALF), row.index))
+            return
         with loop(0, arith.minsi(i64(ROWS), arith.subi(i64(spec.n), first))) as row:
-            n = add(first, row.index)
             for t in range(count):
-                place = at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES)
-                result = sum_of(load(vec(f32()), place))
-                if self.has_offset:
-                    offset = load(f32(), at(self.offsets, mul(row.index, 4), t * VECTOR_BYTES))
-                    result = arith.addf(result, offset)
-                if spec.bias:
-                    bias = load(out, at(self.weight.arrays["bias"], mul(n, nbytes)))
-                    result = arith.addf(result, bias if out == f32() else arith.extf(f32(), bias))
-                with when(less(add(token, t), self.m)):
-                    place = add(mul(add(token, t), spec.n), n)
-                    store(round_to(result, out), at(self.y, mul(place, nbytes)))
+                self._store(self._sum(first, row.index, t, count), add(token, t), add(first, row.index))
+
+    def _sum(self, first: Value, row: Value, t: int, count: int) -> Value:
+        """The sum of a row of the block that begins with row `first`, with its bias."""
+        place = at(self.totals, mul(row, count * VECTOR_BYTES), t * VECTOR_BYTES)
+        result = sum_of(load(vec(f32()), place))
+        if self.has_offset:
+            result = arith.addf(result, load(f32(), at(self.offsets, mul(row, 4), t * VECTOR_BYTES)))
+        return self.end.with_bias(result, add(first, row))
+
+    def _store(self, number: Value, token: Value, column: Value) -> None:
+        """Stores a number of y, unless its token is beyond the last."""
+        with when(less(token, self.m)):
+            self.end.store(number, token, column)

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 
 from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.epilogue import HALF
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import Isa, multiplies_bf16
 from lowbit.passes.cpu.dequantize import ChunkDecoder
+from lowbit.passes.cpu.epilogue import Epilogue
 from lowbit.passes.cpu.outliers import Lines, Outlier, add_to
 from lowbit.passes.cpu.prepare import Preparer, Rows
 from lowbit.passes.cpu.task import LINE, Needs, round_to_line
@@ -44,10 +46,9 @@ from lowbit.passes.cpu.vector_ops import (
     load,
     loop,
     mul,
-    round_to,
-    scalar_type,
     store,
     sum_each,
+    take,
     to_bf16,
     vec,
     when,
@@ -119,7 +120,7 @@ class _Many:
 
     def __init__(self, weight: Weight, plan: _Plan, task: Task) -> None:
         self.weight, self.spec, self.plan, self.task = weight, weight.spec, plan, task
-        self.y, self.m = task.array("y"), task.integer("m")
+        self.end, self.m = Epilogue(weight, task.array("y")), task.integer("m")
         self.panel = task.share(worker_number(task))
         self.sums = at(self.panel, byte=_PANEL_ROWS * plan.row_bytes)
         self.decoder = ChunkDecoder(weight)
@@ -214,7 +215,7 @@ class _Many:
             lines.each(add(block, b.index), visit)
 
     def _finish(self, block: Value, count: Value) -> None:
-        """Adds the bias, rounds, stores."""
+        """Stores what the epilogue makes of the sums."""
         n = self.spec.n
         with loop(0, self.m) as t, loop(0, count) as b:
             first = mul(add(block, b.index), ROWS)
@@ -222,16 +223,18 @@ class _Many:
             left = arith.subi(i64(n), first)
             if n >= ROWS:
                 with when(less(i64(ROWS - 1), left)):
-                    self._store(load(vec(f32()), sums), t.index, first)
+                    self._store(load(vec(f32()), sums), t.index, add(block, b.index))
             if n % ROWS:
                 with when(less(left, i64(ROWS))), loop(0, left) as row:
-                    self._store(load(f32(), at(sums, mul(row.index, 4))), t.index, add(first, row.index))
+                    column = add(first, row.index)
+                    total = self.end.with_bias(load(f32(), at(sums, mul(row.index, 4))), column)
+                    self.end.store(total, t.index, column)
 
-    def _store(self, value: Value, token: Value, row: Value) -> None:
-        """One row, or 16 of them, of y."""
-        spec, out = self.spec, scalar_type(self.spec.out_dtype)
-        nbytes, one = ELEMENTS[spec.out_dtype].bytes, value.type == f32()
-        if spec.bias:
-            bias = load(out if one else vec(out), at(self.weight.arrays["bias"], mul(row, nbytes)))
-            value = arith.addf(value, bias if out == f32() else arith.extf(value.type, bias))
-        store(round_to(value, out), at(self.y, mul(add(mul(token, spec.n), row), nbytes)))
+    def _store(self, sums: Value, token: Value, block: Value) -> None:
+        """Stores what the epilogue makes of the 16 rows of a block."""
+        sums = self.end.with_bias(sums, mul(block, ROWS))
+        if self.spec.is_gated:
+            gate, up = take(sums, range(HALF)), take(sums, range(HALF, ROWS))
+            self.end.store(self.end.gated(gate, up), token, mul(block, HALF))
+        else:
+            self.end.store(sums, token, mul(block, ROWS))

@@ -23,7 +23,7 @@ WORDS = (
     "y",
     "scratch",
 )
-"""The words of a task, before the addresses of the weight's tensors, in the order of `spec.tensors`."""
+"""The words of a task, before the addresses of `MatmulSpec.call_operands`."""
 ENTRY = "lowbit_run"
 LINE = 64  # bytes of a cache line; scratch memory begins on one
 

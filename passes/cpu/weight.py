@@ -100,7 +100,7 @@ class Weight:
         self.map = ChunkMap(spec.packing, spec.dtype)
         self.low = least_code(spec)
         self._isa: Isa = isa
-        self.arrays = {slot.name: array for slot, array in zip(spec.tensors, arrays)}
+        self.arrays = dict(zip(spec.call_operands, arrays))
 
     def scales(self, block: Value, group: Value) -> Value:
         """Returns the scales of 16 rows, times those of the rows where they have some: vector<16xf32>."""

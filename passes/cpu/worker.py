@@ -47,8 +47,8 @@ class Task:
         return load(pointer(), self.address(word))
 
     def weight(self, spec: MatmulSpec) -> list[Value]:
-        """The addresses of the weight's tensors."""
-        return [load(pointer(), at(self._base, byte=8 * (len(WORDS) + i))) for i in range(len(spec.tensors))]
+        """The addresses of `spec.call_operands`."""
+        return [load(pointer(), at(self._base, byte=8 * (len(WORDS) + i))) for i in range(len(spec.call_operands))]
 
     def row(self, token: Value) -> Value:
         """A token's row of the prepared activation."""

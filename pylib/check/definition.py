@@ -1,11 +1,11 @@
 """The definition of a matmul's result, written down a second time: from the fields of a spec and the tensors as `pack`
 takes them, in NumPy and float64. It imports nothing of the compiler, so that a mistake there cannot be repeated here.
 
-    y[t, n] = sum_k x[t, k] W[n, k] + bias[n]
+    y[t, n] = sum_k x[t, k] W[n, k] + bias[n]      and what the epilogue makes of it
     W[n, k] = (s[n, k // g] (value(code[n, k]) - z[n, k // g]) + o[n, k // g]) r[n] + outlier[n, k]
 
 Sources: FP6-LLM (Xia et al., 2024) for small floats, OCP OFP8 and MX for f8e4m3, f8e5m2 and e8m0, QLoRA (Dettmers et
-al., 2023), appendix E, for nf4, and docs/eight-bit.md for activations of 8 bits.
+al., 2023), appendix E, for nf4, Hendrycks and Gimpel (2016) for GELU, and docs/eight-bit.md for activations of 8 bits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,23 @@ Tensors = Mapping[str, Any]
 
 
 def matmul(fields: Fields, x: Any, tensors: Tensors) -> F64:
-    """Returns y [m, n] for x [m, k]."""
+    """Returns y [m, n] for x [m, k]; [m, n / 2] for a gated MLP. With the tensors is the residual, if there is one."""
     with np.errstate(invalid="ignore"):
         y = multiplied(fields, _numbers(x)) @ weight(fields, tensors).T
-    return y + _numbers(tensors["bias"]) if fields["bias"] else y
+        y = y + _numbers(tensors["bias"]) if fields["bias"] else y
+        return ended(y, fields["epilogue"], tensors)
+
+
+def ended(y: F64, epilogue: str | None, tensors: Tensors) -> F64:
+    """Returns what an epilogue makes of sums [m, n]: gate, then up, in their columns."""
+    if epilogue == "residual":
+        return y + _numbers(tensors["residual"])
+    if epilogue is None:
+        return y
+    gate, up = np.split(y, 2, axis=1)
+    if epilogue == "silu_mul":
+        return gate / (1 + np.exp(-gate)) * up
+    return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
 
 
 def weight(fields: Fields, tensors: Tensors) -> F64:

@@ -64,7 +64,9 @@ def _compared(case: Case, mm: Matmul, kernels: str) -> Outcome:
     x, tensors = reference.random_inputs(case.spec, case.m, case.seed)
     device = "cuda" if mm.target.kind == "cuda" else "cpu"
     weight = mm.pack(**{name: t.to(device) for name, t in tensors.items()})
-    y = mm(x.to(device), weight).cpu()
+    others = reference.random_residual(case.spec, case.m, case.seed)
+    y = mm(x.to(device), weight, **{name: t.to(device) for name, t in others.items()}).cpu()
+    tensors |= others
     expected = definition.matmul(asdict(case.spec), x, tensors)
     allowed = reference.tolerance(case.spec, x, **tensors, **rounding(mm, case.m))  # type: ignore[arg-type]
     worst = _worst(y, torch.from_numpy(expected), torch.from_numpy(allowed))

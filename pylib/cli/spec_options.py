@@ -46,6 +46,7 @@ _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "outliers": (bool, False, "Add outliers, a sparse matrix in f16."),
     "compute": (str | None, None, "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x."),
     "compute_from": (int, 1, "Rows of x from which on they are quantized; fewer are multiplied in the type of x."),
+    "epilogue": (str | None, None, "What becomes of sums: silu_mul, gelu_mul (y [m, n / 2]) or residual."),
     "fold_scales": (bool, False, "With f8e4m3: round scaled weights, so that sums stay in the tensor core."),
 }  # fmt: skip
 

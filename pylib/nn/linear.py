@@ -34,7 +34,7 @@ class LowbitLinear(PackedModule, nn.Linear):
 
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         PackedModule.__init__(self, spec, tensors)
-        self.in_features, self.out_features = spec.k, spec.n
+        self.in_features, self.out_features = spec.k, spec.outputs
 
     def _hold(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         super()._hold(spec, tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from lowbit.pylib.operator.tracing import check_transforms
 from lowbit.pylib.runtime.activation import VALUES, QuantizedActivation
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
-from lowbit.pylib.weights.tensor_checks import check_storage
+from lowbit.pylib.weights.tensor_checks import ALIGNMENT, check_storage
 
 
 def check_call(spec: MatmulSpec, x: Tensor, w: PackedWeight) -> None:
@@ -70,6 +72,40 @@ def check_memory_of_x(x: Tensor) -> None:
     check_storage("x", x, SpecError)
     if not x.data_ptr() and x.numel():
         raise SpecError("x has no memory that a kernel could read; clone it")
+
+
+def check_residual(
+    spec: MatmulSpec, x_shape: Sequence[int], device: torch.device, residual: Tensor | None, gradient: bool = True
+) -> None:
+    """Raises SpecError unless a residual is there where the epilogue adds one, and fits an x of this shape and device.
+
+    gradient: whether it may require one
+    """
+    if not spec.call_inputs:
+        if residual is not None:
+            raise SpecError(f"({spec}) adds no residual; use a spec with epilogue='residual', or drop residual=")
+        return
+    shape, kind = [*x_shape[:-1], spec.n], TORCH[spec.out_dtype]
+    if not isinstance(residual, Tensor):
+        raise SpecError(f"({spec}) adds a residual {shape}, not {type(residual).__name__}; call mm(x, w, residual=r)")
+    if [*residual.shape] != shape:
+        raise SpecError(f"residual must be {shape}, as y is, not {[*residual.shape]}")
+    if residual.dtype is not kind:
+        raise SpecError(f"residual is {residual.dtype}, but y is {kind}; use residual.to({kind})")
+    if residual.device != device:
+        raise TargetError(f"residual is on {residual.device}, but x is on {device}; move one of them")
+    if residual.layout is not torch.strided:
+        raise SpecError(f"residual is {residual.layout}; use residual.to_dense()")
+    check_storage("residual", residual, SpecError)
+    if not gradient and residual.requires_grad and torch.is_grad_enabled():
+        raise SpecError("x in 8 bits has no gradients, nor has a residual beside it; use residual.detach()")
+
+
+def in_memory(residual: Tensor) -> Tensor:
+    """Returns a residual as kernels read it: contiguous, at a multiple of 16 bytes."""
+    if residual.is_contiguous() and residual.data_ptr() % ALIGNMENT == 0 and not residual.is_neg():
+        return residual
+    return residual.resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def check_devices(x: Tensor | QuantizedActivation, w: PackedWeight | Tensor) -> None:

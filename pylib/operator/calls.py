@@ -15,30 +15,41 @@ from torch.autograd import forward_ad
 
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.operator.call_checks import check_call, check_devices, check_quantized, check_readable
+from lowbit.pylib.operator.call_checks import (
+    check_call,
+    check_devices,
+    check_quantized,
+    check_readable,
+    check_residual,
+    in_memory,
+)
 from lowbit.pylib.operator.tracing import check_transforms
 from lowbit.pylib.runtime.activation import Quantized, QuantizedActivation
 from lowbit.pylib.runtime.interface import Runtime
 from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights import dequantized
+from lowbit.pylib.weights import dequantized, gated_rows
 from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.tensor_checks import SeenTensors
 from lowbit.pylib.weights.written import check_operand
 
 
 class OperatorCalls:
-    """The calls of one matmul as operators make them: `x` is as `Matmul` takes it, `weight` the list of tensors."""
+    """The calls of one matmul as operators make them: `x` is as `Matmul` takes it, `weight` the list of tensors, behind
+    which stand those of `MatmulSpec.call_inputs`."""
 
     def __init__(self, spec: MatmulSpec, runtimes: MatmulRuntimes) -> None:
         self._spec = spec
         self._act, self._k = TORCH[spec.act], spec.k
+        self._stored = len(spec.tensors)
         self._runtimes = runtimes
         self._run = runtimes.ordinary.matmul
         self._seen = SeenTensors()  # weights that the ordinary runtime multiplies
 
     def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """Returns y [..., n]."""
+        """Returns y [..., n], or [..., n / 2] of a gated MLP."""
+        if self._spec.call_inputs:
+            return self._matmul_with_residual(x, weight)
         if not self._seen.has(weight):
             return self._first_matmul(x, weight)
         if x.dtype is not self._act or not x.ndim or x.shape[-1] != self._k or x.get_device() != weight[0].get_device():
@@ -55,6 +66,15 @@ class OperatorCalls:
         check_transforms(x)
         return self._runtime_of(w, weight).matmul(x, weight)
 
+    def _matmul_with_residual(self, x: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """The same with a residual behind the tensors of the weight."""
+        *weight, residual = operands
+        w = self._readable(weight)
+        check_call(self._spec, x, w)
+        check_residual(self._spec, x.shape, x.device, residual)
+        check_transforms(x)
+        return self._runtime_of(w, weight).matmul(x, [*weight, in_memory(residual)])
+
     def _runtime_of(self, w: PackedWeight, weight: Sequence[Tensor]) -> Runtime:
         """Returns the runtime that multiplies a weight by x in the act type, and notes the weight if it is the ordinary
         one."""
@@ -65,18 +85,20 @@ class OperatorCalls:
 
     def quantized_matmul(self, x: Quantized, weight: Sequence[Tensor]) -> Tensor:
         """Returns y [..., n] of an activation of 8 bits."""
+        weight, others = weight[: self._stored], weight[self._stored :]
         if not self._seen.has(weight):
             self._runtime_of(self._readable(weight), weight)
         activation = QuantizedActivation(*x, self._spec.byte_type)
         check_quantized(self._spec, activation)
         check_devices(activation, weight[0])
-        return self._runtimes.of_eight_bits.multiply(x, weight)
+        check_residual(self._spec, activation.shape, activation.device, others[0] if others else None)
+        return self._runtimes.of_eight_bits.multiply(x, [*weight, *map(in_memory, others)])
 
     def dequantize(self, weight: Sequence[Tensor]) -> Tensor:
         """Returns W [n, k] in the act type."""
         if not self._seen.has(weight):
             self._readable(weight)
-        return self._runtimes.ordinary.dequantize(weight)
+        return gated_rows.given(self._spec, self._runtimes.ordinary.dequantize(weight))
 
     def input_gradient(self, dy: Tensor, weight: Sequence[Tensor]) -> Tensor:
         """Returns dx = dy W [..., k] in the act type; sums are in f32 where dy is of another type than x, and for a

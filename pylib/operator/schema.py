@@ -1,6 +1,7 @@
 """Declares `torch.ops.lowbit.matmul` to torch, so that it can be traced: schema, shape of the result, gradient.
 
-It takes x, the tensors of a weight in the order of `spec.tensors`, and the matmul: spec, target and schedule as JSON.
+It takes x, the tensors of `spec.call_operands`, a weight's and perhaps a residual, and the matmul: spec, target and
+schedule as JSON.
 So a graph that holds it can be stored and run by another process, which compiles the matmul when it first meets it.
 `pylib.matmul` gives the operators their implementations with `implement`.
 
@@ -21,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lowbit.dialect.epilogue import ACTIVATIONS, HALF
 from lowbit.dialect.errors import LowbitError, SpecError
 from lowbit.dialect.fields import shown
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
@@ -74,9 +76,31 @@ def parts(kernel: str) -> dict[str, Any]:
         raise SpecError(f"kernel={shown(kernel)} must be a Matmul's description ({error})") from None
 
 
+@cache
+def of_sums(kernel: str) -> str:
+    """Returns the `kernel` argument of the matmul without its epilogue: of its sums, in the order of stored rows."""
+    given = json.loads(kernel)
+    if not parts(kernel)["spec"].epilogue:
+        return kernel
+    return json.dumps({**given, "spec": parts(kernel)["spec"].without_epilogue.to_dict(), "schedule": None})
+
+
+def gated_gradient(spec: MatmulSpec, dy: Tensor, sums: Tensor) -> Tensor:
+    """Returns the gradient to the sums [..., n] of a gated MLP, whose halves alternate as rows are stored.
+
+    With p = 1 / (1 + exp(-s)) and s = g (c + d g^2), the gate's is dy u (p + g p (1 - p) (c + 3 d g^2)).
+    """
+    gate, up = sums.float().unflatten(-1, (-1, 2, HALF)).unbind(-2)
+    activation, given = ACTIVATIONS[str(spec.epilogue)], dy.float().unflatten(-1, (-1, HALF))
+    square = gate * gate
+    p = torch.sigmoid(gate * (activation.linear + activation.cubic * square))
+    slope = p + gate * p * (1 - p) * (activation.linear + 3 * activation.cubic * square)
+    return torch.stack([given * up * slope, given * gate * p], -2).flatten(-3).to(dy.dtype)
+
+
 def _fake_matmul(x: Tensor, weight: list[Tensor], kernel: str) -> Tensor:
     spec: MatmulSpec = parts(kernel)["spec"]
-    return x.new_empty((*x.shape[:-1], spec.n), dtype=TORCH[spec.out_dtype])
+    return x.new_empty((*x.shape[:-1], spec.outputs), dtype=TORCH[spec.out_dtype])
 
 
 def _fake_quantized(values: Tensor, scales: Tensor, sums: Tensor, weight: list[Tensor], kernel: str) -> Tensor:
@@ -99,20 +123,25 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class _Product(torch.autograd.Function):
-    """The matmul with its gradient to x; scales that require one get None."""
+    """The matmul with its gradients to x and to a residual; scales that require one get None."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, x: Tensor, kernel: str, *weight: Tensor) -> Tensor:
-        ctx.kernel = kernel
-        ctx.save_for_backward(*weight)
+        ctx.kernel, spec = kernel, parts(kernel)["spec"]
+        ctx.save_for_backward(*weight[: len(spec.tensors)], *([x] if spec.is_gated else []))
         with torch._C._ExcludeDispatchKeyGuard(_VIEWS):  # y is no view, so that it can be added to in place
             return _below_autograd(keys, x, weight, kernel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight = list(ctx.saved_tensors)
-        dx = torch.ops.lowbit.input_gradient(*grads, weight, ctx.kernel)
-        return None, dx, None, *[None] * len(weight)
+        (dy,), spec = grads, parts(ctx.kernel)["spec"]
+        weight, kernel = list(ctx.saved_tensors), of_sums(ctx.kernel)
+        of_sums_, others = dy, [dy] * len(spec.call_inputs)
+        if spec.is_gated:
+            x = weight.pop()
+            of_sums_ = gated_gradient(spec, dy, torch.ops.lowbit.matmul.packed(x, weight, kernel))
+        dx = torch.ops.lowbit.input_gradient(of_sums_, weight, kernel)
+        return None, dx, None, *[None] * len(weight), *others
 
 
 def _below_autograd(keys: Any, x: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
@@ -127,7 +156,7 @@ def _autograd_of(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
     plain = {_plain_keys("CPU", "AutogradCPU"), _plain_keys("CUDA", "AutogradCUDA")}
 
     def run(keys: Any, x: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled():
+        if (x.requires_grad or _adds_differentiable(weight, kernel)) and torch.is_grad_enabled():
             check_transforms(x)
             return cast(Tensor, _Product.apply(keys, x, kernel, *weight))
         if keys.raw_repr() in plain:
@@ -135,6 +164,11 @@ def _autograd_of(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return _below_autograd(keys, x, weight, kernel)
 
     return run
+
+
+def _adds_differentiable(weight: Sequence[Tensor], kernel: str) -> bool:
+    """Tells whether a call adds a residual that requires a gradient."""
+    return bool(weight) and weight[-1].requires_grad and bool(parts(kernel)["spec"].call_inputs)
 
 
 def _plain_keys(*names: str) -> int:

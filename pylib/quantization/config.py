@@ -210,7 +210,8 @@ class QuantConfig:
         raise SpecError("transformers takes a LowbitConfig: quantization_config=lowbit.LowbitConfig(config)")
 
     def spec(self, n: int, k: int, **others: Any) -> MatmulSpec:
-        """Returns the spec of a matmul with such a weight [n, k]; `others` are fields such as act, out and bias.
+        """Returns the spec of a matmul with such a weight [n, k]; `others` are fields such as act, out, bias and
+        epilogue.
 
         Raises SpecError if the weight cannot be cut into these groups.
         """

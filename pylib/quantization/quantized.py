@@ -47,7 +47,7 @@ class QuantizedWeight(UnpackedWeight):
         return self.codes.device
 
     def spec(self, **others: Any) -> MatmulSpec:
-        """Returns the spec of a matmul with this weight; `others` are its fields act, out and bias."""
+        """Returns the spec of a matmul with this weight; `others` are its fields act, out, bias and epilogue."""
         return self.config.spec(*self.shape, **others)
 
     def pack(self, target: MatmulSpec | Matmul | None = None, bias: Tensor | None = None) -> PackedWeight:

@@ -11,7 +11,7 @@ to the spec's types. n is that of `codes`, so a few rows of a large weight can b
 
 from lowbit.pylib.reference.bounds import agrees, folded_weight, tolerance
 from lowbit.pylib.reference.definition import dequantize, matmul, multiplied
-from lowbit.pylib.reference.inputs import random_inputs, random_problem
+from lowbit.pylib.reference.inputs import random_inputs, random_problem, random_residual
 
 __all__ = [
     "agrees",
@@ -21,5 +21,6 @@ __all__ = [
     "multiplied",
     "random_inputs",
     "random_problem",
+    "random_residual",
     "tolerance",
 ]

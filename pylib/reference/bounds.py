@@ -22,14 +22,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lowbit.dialect.epilogue import ACTIVATIONS, RESIDUAL
 from lowbit.dialect.formats.byte_codes import LARGEST, SUM_COLUMNS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.reference.definition import (
     F64,
     Array,
+    activated,
     decode,
     dequantize,
     f64,
+    halves,
     index_of,
     matmul,
     multiplied,
@@ -59,6 +62,7 @@ def tolerance(
     *,
     dequantized: bool = False,
     rounded_zeros: bool = False,
+    rounded_outliers: bool = False,
     folded: bool = False,
     **others: Array,
 ) -> F64:
@@ -69,16 +73,20 @@ def tolerance(
     rounded_zeros   the kernel rounds float zeros z to the operand's type, and each value - z again
                     (`KernelPlan.rounds_zeros`). The change is known: with v the weight so rounded,
                     |sum_k x s (v - (value - z))|. With dequantized, s * z is rounded, too: u s |z|
+    rounded_outliers  the kernel rounds outliers, and what they add up to with zeros or offsets, to the operand's type
+                    before it adds them to weights: `_outlier_error`
     folded          the kernel rounds weights as `MatmulSpec.fold_scales` allows it, and adds up all columns in the
                     tensor core: `_folding_error`
     """
-    spec = spec.for_rows(len(x))
-    y = matmul(spec, x, codes, scales, zeros, bias, **others)
+    spec, residual = spec.for_rows(len(x)), others.pop(RESIDUAL, None)
+    y = matmul(spec.without_epilogue, x, codes, scales, zeros, bias, **others)
     scale, zero, offset = scale_of(spec, scales, others), zero_of(spec, zeros, others), offset_of(spec, others)
     sparse = np.abs(outliers_of(others, len(codes), spec.k))
     if spec.permuted:
         x = f64(x)[:, f64(others["permutation"]).astype(int)]
     error = _accumulated(spec, x, codes, scale, zero, sparse, dequantized, rounded_zeros)
+    if rounded_outliers:
+        error += _outlier_error(spec, x, sparse, scale * zero if spec.zeros == "float" else offset)
     if offset.any():
         error += _offset_error(spec, x, offset, dequantized)
     if dequantized:
@@ -86,9 +94,29 @@ def tolerance(
     if folded:
         given = {"codes": codes, "scales": scales, **({} if zeros is None else {"zeros": zeros}), **others}
         error += _folding_error(spec, multiplied(spec, x), given)
+    if spec.is_gated:
+        y, error = _gated(spec, y, error)
+    elif residual is not None:
+        error += ADDITION * (np.abs(np.where(np.isfinite(y), y, 0.0)) + np.abs(f64(residual)))
+        y = y + f64(residual)
     y = np.where(np.isfinite(y), np.abs(y), 0.0)
     unit, least = ROUNDING[spec.out_dtype]
     return error + unit * (y + error) + least
+
+
+def _gated(spec: MatmulSpec, sums: F64, error: F64) -> tuple[F64, F64]:
+    """Returns act(g) u, and how far it is off where sums are: activations have slopes of at most 1.13, and their
+    arithmetic is off by some ulps, with an exponential that is off by as many as its argument is large. Where that is
+    infinite in f32, the result is 0."""
+    (gate, up), (of_gate, of_up) = halves(np.where(np.isfinite(sums), sums, 0.0)), halves(error)
+    activation = ACTIVATIONS[str(spec.epilogue)]
+    with np.errstate(over="ignore"):
+        exponent = gate * (activation.linear + activation.cubic * gate * gate)
+        slope = np.abs(exponent) / (1 + np.exp(exponent))
+    slope, activated_gate = np.nan_to_num(slope), np.abs(activated(spec, gate))
+    ulps = 10 + 5 * slope
+    wrong = 1.13 * of_gate + ADDITION * ulps * activated_gate + 2.0**-118
+    return activated_gate * up, wrong * (np.abs(up) + of_up) + activated_gate * of_up
 
 
 def agrees(y: Array, expected: F64, tolerance: F64) -> NDArray[np.bool_]:
@@ -142,6 +170,15 @@ def _offset_error(spec: MatmulSpec, x: Array, offset: F64, dequantized: bool) ->
     times = 2 if spec.bilevel else 1  # they are rounded before they are added
     unit = ADDITION * additions + dequantized * times * ROUNDING[spec.act][0]
     return unit * (np.abs(f64(x)) @ np.abs(offset).T)
+
+
+def _outlier_error(spec: MatmulSpec, x: Array, sparse: F64, added: F64) -> F64:
+    """The part of `tolerance` that outliers [n, k] bring that are rounded before weights: to bf16, which f16 numbers
+    are not, and once more with the zeros or offsets [n, k] to which they are added."""
+    unit, _ = ROUNDING[spec.act]
+    sums = sparse + np.abs(added) if spec.zeros in ("float", "offset") else np.zeros_like(sparse)
+    wrong = np.where(sparse > 0, (spec.act == "bf16") * sparse + sums, 0.0)
+    return unit * (np.abs(f64(x)) @ wrong.T)
 
 
 def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:

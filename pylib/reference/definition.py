@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowbit.dialect.epilogue import ACTIVATIONS, RESIDUAL
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role
 from lowbit.pylib.runtime.activation import quantize_rows
@@ -53,10 +54,31 @@ def matmul(
     bias: Array | None = None,
     **others: Array,
 ) -> F64:
-    """y[m, n] = x[m, k] @ W[n, k].T + bias[n] in float64."""
-    with np.errstate(invalid="ignore"):
+    """y[m, n] = x[m, k] @ W[n, k].T + bias[n] in float64, and what `MatmulSpec.epilogue` makes of it.
+
+    others: more tensors of the spec by name, and the residual
+    """
+    residual = others.pop(RESIDUAL, None)
+    with np.errstate(invalid="ignore", over="ignore"):
         product = multiplied(spec, x) @ dequantize(spec, codes, scales, zeros, **others).T
-        return product if bias is None else product + f64(bias)
+        sums = product if bias is None else product + f64(bias)
+        if spec.is_gated:
+            gate, up = halves(sums)
+            return activated(spec, gate) * up
+        return sums if residual is None else sums + f64(residual)
+
+
+def halves(sums: F64) -> tuple[F64, F64]:
+    """Returns the columns of the gate and those that it multiplies."""
+    middle = sums.shape[1] // 2
+    return sums[:, :middle], sums[:, middle:]
+
+
+def activated(spec: MatmulSpec, gate: F64) -> F64:
+    """Returns g / (1 + exp(-g (c + d g^2))) with the numbers of the spec's activation."""
+    activation = ACTIVATIONS[str(spec.epilogue)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return gate / (1 + np.exp(-gate * (activation.linear + activation.cubic * gate * gate)))
 
 
 def decode(spec: MatmulSpec, codes: Array) -> F64:

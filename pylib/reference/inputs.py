@@ -40,6 +40,14 @@ def random_inputs(
     return torch.from_numpy(rng.standard_normal((m, spec.k))).to(TORCH[spec.act]), tensors
 
 
+def random_residual(spec: MatmulSpec, m: int, seed: int = 0) -> dict[str, Tensor]:
+    """What a call takes besides x and the weight, by name: a residual [m, n] ~ N(0, 1), where the epilogue adds one."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return {
+        name: torch.randn(m, spec.n, generator=generator).to(TORCH[spec.out_dtype]) for name in spec.call_inputs
+    }
+
+
 def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> dict[str, Tensor]:
     codes = _draw_codes(spec, rng, finite)
     values = decode(spec, codes)

@@ -75,31 +75,33 @@ class CpuMatmul:
         self.few_tokens = self._few.needs.most
 
     def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """y [..., n] in the out type for x [..., k] in the act type and the tensors of `spec.tensors`."""
-        n, k = self.spec.n, self.spec.k
+        """y [..., n] in the out type for x [..., k] in the act type and the tensors of `spec.call_operands`."""
+        n, k = self.spec.outputs, self.spec.k
         m = x.numel() // k
         y = _allocate((m, n), (n, 1), self._out)
         if m:
             needed = (x.storage_offset() + m * k) * self._act_bytes
             if not x.is_contiguous() or x.untyped_storage().nbytes() < needed:
                 x = _in_rows(x)
-            self._rows(m, address_of(x), y.data_ptr(), self._addresses(weight))
+            self._rows(m, address_of(x), y.data_ptr(), self._operands(weight))
         return y if x.ndim == 2 else y.view(*x.shape[:-1], n)
 
     def _rows(self, m: int, x: int, y: int, weight: Sequence[int]) -> None:
         spec = self.spec
         program = self._few if m <= self.few_tokens else self._program("many")
-        x_row, y_row = self._act_bytes * spec.k, ELEMENTS[spec.out_dtype].bytes * spec.n
+        x_row, y_row = self._act_bytes * spec.k, ELEMENTS[spec.out_dtype].bytes * spec.outputs
+        stored, others = weight[: len(spec.tensors)], weight[len(spec.tensors) :]  # which are like y
         for first in range(0, m, _SLAB):
             rows = min(_SLAB, m - first)
             threads = self._team(rows * spec.n * spec.k)
-            program.run(threads, self._row_blocks, rows, x + first * x_row, y + first * y_row, weight)
+            operands = (*stored, *(other + first * y_row for other in others)) if others else weight
+            program.run(threads, self._row_blocks, rows, x + first * x_row, y + first * y_row, operands)
 
     def dequantize(self, weight: Sequence[Tensor]) -> Tensor:
         """W [n, k] in the act type."""
         n, k = self.spec.n, self.spec.k
         w = _allocate((n, k), (k, 1), self._act)
-        addresses = self._addresses(weight)
+        addresses = [*self._addresses(weight), *[0] * len(self.spec.call_inputs)]
         self._program("dequantize").run(self._team(n * k), self._row_blocks, 0, 0, w.data_ptr(), addresses)
         return w
 
@@ -133,6 +135,13 @@ class CpuMatmul:
     def _load(self, name: Program) -> _Loaded:
         program = load_host_program(self.spec, name, self.cpu)
         return _Loaded(load(program.code, ENTRY), program.needs)
+
+    def _operands(self, operands: Sequence[Tensor]) -> tuple[int, ...]:
+        """Returns the addresses of a weight's tensors, and of what a call has besides them."""
+        if not self.spec.call_inputs:
+            return self._addresses(operands)
+        count = len(self.spec.tensors)
+        return (*self._addresses(operands[:count]), *(t.data_ptr() for t in operands[count:]))
 
     def _addresses(self, weight: Sequence[Tensor]) -> tuple[int, ...]:
         """Returns the addresses of a weight's tensors. Raises PackError where one has no memory, or too little.

@@ -27,7 +27,7 @@ from lowbit.pylib.runtime.interface import (
     check_cpu,
     check_weight_on_cpu,
     check_x_on_cpu,
-    parts_of_rows,
+    with_epilogue,
 )
 from lowbit.pylib.runtime.quantizers import CudaQuantizer, quantizer
 from lowbit.pylib.runtime.runtimes import CpuRuntime
@@ -52,7 +52,8 @@ def make_eight_bit_runtime(spec: MatmulSpec, target: Target, schedule: KernelSch
 
 
 Launches = list[tuple[Launcher, tuple[int, ...], int]]
-"""Kernels, each with where its rows begin (in bytes of values, scales, sums and y), and with their number."""
+"""Kernels, each with where its rows begin (in bytes of values, scales, sums, y and what is like y), and with their
+number."""
 
 
 class Plan(NamedTuple):
@@ -88,8 +89,8 @@ class CudaEightBit(CudaRuntime):
         values = quantized.data_ptr()
         addresses = values, values + scales, values + sums
         self._quantize.write(stream, x, m, addresses)
-        y = allocate_rows(x, m, self._n, self._out)
-        _start(launches, stream, addresses, y.data_ptr(), weight)
+        y = allocate_rows(x, m, self._outputs, self._out)
+        self._start(launches, stream, addresses, y.data_ptr(), weight)
         return y
 
     def multiply(self, x: Quantized, weight: Tensors) -> Tensor:
@@ -102,9 +103,9 @@ class CudaEightBit(CudaRuntime):
                 return self.multiply(x, weight)
         if not (values.is_contiguous() and scales.is_contiguous() and sums.is_contiguous()):
             values, scales, sums = (t.contiguous() for t in x)
-        y = allocate_rows(values, m, self._n, self._out)
+        y = allocate_rows(values, m, self._outputs, self._out)
         addresses = values.data_ptr(), scales.data_ptr(), sums.data_ptr()
-        _start(launches, current_stream(device), addresses, y.data_ptr(), weight)
+        self._start(launches, current_stream(device), addresses, y.data_ptr(), weight)
         return y
 
     def _plan(self, device: int, m: int) -> Plan:
@@ -113,7 +114,7 @@ class CudaEightBit(CudaRuntime):
         tiles = (self._artifacts.token_tiles(m) or []) if m else []
         firsts = list(accumulate([0, *tiles[:-1]]))  # the last launch has the rows that are left
         ends = [*firsts[1:], m]
-        row_bytes = self._k, 4, self._k // SUM_COLUMNS * 4, self._n * self._out.itemsize
+        row_bytes = self._k, 4, self._k // SUM_COLUMNS * 4, self._outputs * self._out.itemsize
         launches = [
             (self._function(device, token_tile), tuple(first * size for size in row_bytes), end - first)
             for token_tile, first, end in zip(tiles, firsts, ends)
@@ -122,13 +123,18 @@ class CudaEightBit(CudaRuntime):
         return self._plans.setdefault((device, m), Plan(values, values + scales, values + scales + sums, launches))
 
 
-def _start(launches: Launches, stream: int, quantized: tuple[int, int, int], y: int, weight: Tensors) -> None:
-    """Multiplies the activation whose values, scales and sums lie at these addresses."""
-    settled, tensors = is_settled(weight[0]), [t.data_ptr() for t in weight]
-    values, scales, sums = quantized
-    for function, (of_values, of_scales, of_sums, of_y), count in launches:
-        parts = values + of_values, scales + of_scales, sums + of_sums
-        function(stream, settled, *parts, y + of_y, count, *tensors)
+    def _start(
+        self, launches: Launches, stream: int, quantized: tuple[int, int, int], y: int, weight: Tensors
+    ) -> None:
+        """Multiplies the activation whose values, scales and sums lie at these addresses."""
+        settled, tensors = is_settled(weight[0]), [t.data_ptr() for t in weight]
+        values, scales, sums = quantized
+        others = tensors[self._stored :]
+        for function, (of_values, of_scales, of_sums, of_y), count in launches:
+            if others:  # which are like y
+                tensors[self._stored :] = [other + of_y for other in others]
+            parts = values + of_values, scales + of_scales, sums + of_sums
+            function(stream, settled, *parts, y + of_y, count, *tensors)
 
 
 class EmulatorEightBit(EmulatorRuntime):
@@ -146,12 +152,12 @@ class EmulatorEightBit(EmulatorRuntime):
         check_weight_on_cpu(self._target.name, self._spec, weight)
         values, scales, sums = (t.contiguous() for t in x)
         k = self._k
-        y = torch.empty((*values.shape[:-1], self._n), dtype=self._out, device="cpu")
+        y = torch.empty((*values.shape[:-1], self._outputs), dtype=self._out, device="cpu")
         m = values.numel() // k
-        flat = values.view(m, k), scales.view(-1), sums.view(m, k // SUM_COLUMNS), y.view(m, self._n)
-        for token_tile, *part in parts_of_rows(self._artifacts.token_tiles(m), *flat) if m else ():
+        flat = values.view(m, k), scales.view(-1), sums.view(m, k // SUM_COLUMNS), y.view(m, self._outputs)
+        for token_tile, operands, *part in self._parts(self._artifacts.token_tiles(m), weight, *flat) if m else ():
             named = dict(zip(("x", "x_scales", "x_sums", "y"), part))
-            self._launch(token_tile, len(part[0]), weight, **named)
+            self._launch(token_tile, len(part[0]), operands, **named)
         return y
 
 
@@ -166,10 +172,11 @@ class CpuEightBit(CpuRuntime):
         from lowbit.pylib.runtime.cpu import CpuMatmul
 
         super().__init__(spec.in_act)
+        plain = spec.without_epilogue
         self._compute: Compute = spec.byte_type
         self._out_type = TORCH[spec.out_dtype]
-        inner = replace(with_table_in_f16(spec), act="f16", out="f32", bias=False)
-        exact = replace(spec.in_act, act="f16", out="f32", bias=False)
+        inner = replace(with_table_in_f16(plain), act="f16", out="f32", bias=False)
+        exact = replace(plain.in_act, act="f16", out="f32", bias=False)
         self._outer = spec
         self._exact = self._folded = CpuMatmul(exact, knobs.cpu(), knobs.num_threads())
         if spec.folds:
@@ -186,7 +193,7 @@ class CpuEightBit(CpuRuntime):
         values, scales, _ = x
         product = self._folded if self._outer.rounds_weights(scales.numel()) else self._exact
         y = product.matmul(in_column_order(values).to(torch.float16), weight[: self._count])
-        y = y * scales.unsqueeze(-1)
-        for bias in weight[self._count :]:
-            y = y + bias
-        return y.to(self._out_type)
+        y, others = y * scales.unsqueeze(-1), list(weight[self._count :])
+        if self._outer.bias:
+            y = y + others.pop(0)
+        return with_epilogue(self._outer, y, others).to(self._out_type)

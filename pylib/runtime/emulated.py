@@ -20,7 +20,6 @@ from lowbit.pylib.runtime.interface import (
     check_weight_on_cpu,
     check_x_on_cpu,
     memory_of,
-    parts_of_rows,
 )
 
 if TYPE_CHECKING:
@@ -44,13 +43,12 @@ class EmulatorRuntime(GpuRuntime):
         m = x.numel() // self._k
         tiles = self._artifacts.token_tiles(m)
         if tiles is None:
-            w, bias = self.dequantize(weight), self._bias(weight)
-            y = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float())
-            return y.to(self._out)
-        y = torch.empty((*x.shape[:-1], self._n), dtype=self._out, device="cpu")
+            return self._from_sums(torch.nn.functional.linear(x.float(), self.dequantize(weight).float()), weight)
+        y = torch.empty((*x.shape[:-1], self._outputs), dtype=self._out, device="cpu")
         rows = x.reshape(-1, self._k).contiguous()
-        for token_tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)) if m else ():
-            self._launch(token_tile, len(part), weight, x=part, y=out)
+        out = y.view(-1, self._outputs)
+        for token_tile, operands, *part in self._parts(tiles, weight, rows, out) if m else ():
+            self._launch(token_tile, len(part[0]), operands, x=part[0], y=part[1])
         return y
 
     def dequantize(self, weight: Tensors) -> Tensor:

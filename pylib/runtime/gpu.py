@@ -15,7 +15,7 @@ from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.runtime.activation_maps import BoxedFunction
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
-from lowbit.pylib.runtime.interface import GpuRuntime, Tensors, argument_order, parts_of_rows
+from lowbit.pylib.runtime.interface import GpuRuntime, Tensors, argument_order
 from lowbit.pylib.weights.tensor_checks import address_of
 
 Launcher = Function | BoxedFunction
@@ -53,7 +53,7 @@ class CudaRuntime(GpuRuntime):
         if source % 16 or not source or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
             source = address_of(x)
-        y = allocate_rows(x, m, self._n, self._out)
+        y = allocate_rows(x, m, self._outputs, self._out)
         stream, target, codes = current_stream(device), y.data_ptr(), weight[0]
         first = codes.data_ptr()
         settled = getattr(codes, "_lowbit_settled", 0) == first or is_settled(codes)
@@ -68,15 +68,15 @@ class CudaRuntime(GpuRuntime):
     def _in_tiles(self, tiles: list[int], x: Tensor, weight: Tensors) -> Tensor:
         """A launch for every token tile of rows of x; the first brings the weight, or much of it, into the L2 cache."""
         device = x.get_device()
-        y = x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
+        y = x.new_empty((*x.shape[:-1], self._outputs), dtype=self._out)
         rows = x.reshape(-1, self._k)
         if not rows.is_contiguous() or rows.data_ptr() % 16:
             rows = rows.clone(memory_format=torch.contiguous_format)
-        addresses = tuple(map(_address, weight))
         with torch.cuda.device(device):
-            for token_tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)):
+            for token_tile, operands, part, out in self._parts(tiles, weight, rows, y.view(-1, self._outputs)):
                 function = self._function(device, token_tile)
                 stream, settled = current_stream(device), is_settled(weight[0])
+                addresses = map(_address, operands)
                 function(stream, settled, part.data_ptr(), out.data_ptr(), len(part), *addresses)
         return y
 
@@ -86,19 +86,19 @@ class CudaRuntime(GpuRuntime):
         with torch.cuda.device(device):
             w = allocate((self._n, self._k), (self._k, 1), self._act)
             no_x = [0] * argument_order(self._spec).index("y")
-            function(current_stream(device), False, *no_x, w.data_ptr(), 0, *map(_address, weight))
+            addresses = [*map(_address, weight[: self._stored]), *[0] * len(self._spec.call_inputs)]
+            function(current_stream(device), False, *no_x, w.data_ptr(), 0, *addresses)
         return w
 
     def _vendor_matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         if x.numel() == 0:
             check_device(self._target, x.get_device())
-            return x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
-        w, bias = self.dequantize(weight), self._bias(weight)
-        if self._out is self._act:
-            return torch.nn.functional.linear(x, w, bias)
-        y = torch.mm(x.reshape(-1, self._k), w.t(), out_dtype=torch.float32)
-        y = y if bias is None else y.add_(bias)
-        return y.to(self._out).view(*x.shape[:-1], self._n)
+            return x.new_empty((*x.shape[:-1], self._outputs), dtype=self._out)
+        w = self.dequantize(weight)
+        if self._out is self._act and not self._spec.epilogue:
+            return torch.nn.functional.linear(x, w, self._bias(weight))
+        sums = torch.mm(x.reshape(-1, self._k), w.t(), out_dtype=torch.float32)
+        return self._from_sums(sums.view(*x.shape[:-1], self._n), weight)
 
     def _function(self, device: int, token_tile: int | None) -> Launcher:
         """The kernel for `token_tile` tokens, loaded on `device`."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.dialect.epilogue import ACTIVATIONS, HALF
 from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
@@ -20,12 +21,13 @@ from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.tensor_checks import is_shrunk, shrinkage
 
 Tensors = Sequence[Tensor]
+"""What a call has besides x: see `MatmulSpec.call_operands`."""
 
 
 def argument_order(spec: MatmulSpec) -> tuple[str, ...]:
     """Returns the order in which the kernels of a spec are called with their arguments."""
     x = ("x", "x_scales", "x_sums") if spec.compute else ("x",)
-    return (*x, "y", "m", *(slot.name for slot in spec.tensors))
+    return (*x, "y", "m", *spec.call_operands)
 
 
 class Runtime(Protocol):
@@ -51,9 +53,10 @@ class GpuRuntime:
     def __init__(
         self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, late_scaling: bool = False
     ) -> None:
-        self._spec, self._n, self._k = spec, spec.n, spec.k
+        self._spec, self._n, self._k, self._outputs = spec, spec.n, spec.k, spec.outputs
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
-        self._names = [slot.name for slot in spec.tensors]
+        self._names = spec.call_operands
+        self._stored = len(spec.tensors)
         self._biases = [i for i, slot in enumerate(spec.tensors) if slot.role == "bias"]
         self._target = target
         self._artifacts = Artifacts(spec, target, schedule, late_scaling)
@@ -70,6 +73,17 @@ class GpuRuntime:
     def choices(self) -> KernelChoices:
         return self._artifacts.choices()
 
+    def _parts(self, tiles: list[int] | None, weight: Tensors, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yields each token tile, what a launch has besides x, and its rows of the tensors: x first, y last."""
+        stored, others = tuple(weight[: self._stored]), [t.view(-1, self._n) for t in weight[self._stored :]]
+        for token_tile, *parts in parts_of_rows(tiles, *tensors, *others):
+            yield token_tile, (*stored, *parts[len(tensors) :]), *parts[: len(tensors)]
+
+    def _from_sums(self, sums: Tensor, weight: Tensors) -> Tensor:
+        """Returns y of sums [..., n] in f32 without the bias: what the kernels' epilogue makes of them."""
+        bias = self._bias(weight)
+        return with_epilogue(self._spec, sums if bias is None else sums + bias, weight[self._stored :]).to(self._out)
+
     def _bias(self, weight: Tensors) -> Tensor | None:
         """Returns the bias that the vendor's matmul adds where no kernel of ours does."""
         return weight[self._biases[0]] if self._biases else None
@@ -79,6 +93,19 @@ def parts_of_rows(tiles: list[int] | None, *tensors: Tensor) -> Iterator[tuple[A
     """Yields each token tile with its rows of the tensors."""
     sizes = [*tiles[:-1], len(tensors[0]) - sum(tiles[:-1])] if tiles else []
     return zip(tiles or (), *(rows.split(sizes) for rows in tensors))
+
+
+def with_epilogue(spec: MatmulSpec, sums: Tensor, others: Tensors) -> Tensor:
+    """Returns what the epilogue makes of sums [..., n] in f32, in whose columns halves of a gated weight's row blocks
+    alternate. others: the tensors of `MatmulSpec.call_inputs`."""
+    if spec.is_gated:
+        gate, up = sums.unflatten(-1, (-1, 2, HALF)).unbind(-2)
+        activation = ACTIVATIONS[str(spec.epilogue)]
+        exponent = gate * (activation.linear + activation.cubic * gate * gate)
+        return (gate / (1 + torch.exp(-exponent)) * up).flatten(-2)
+    for residual in others:
+        sums = sums + residual
+    return sums
 
 
 def check_schedule(target: Target, schedule: KernelSchedule | None) -> None:

@@ -1,8 +1,8 @@
 """Where a matmul runs: on a GPU, in the PTX emulator, or on this machine's CPU.
 
 Every runtime has `matmul(x [..., k], weight) -> y [..., n]` and `dequantize(weight) -> W [n, k]`, where `weight` are
-the tensors of `spec.tensors` in their order, which fit the spec: `pylib.matmul` sees to that. The emulator goes the way
-the GPU goes, launch for launch.
+the tensors of `spec.call_operands` in their order, which fit the spec: `pylib.matmul` sees to that. The emulator goes
+the way the GPU goes, launch for launch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_runtime(
     if spec.permuted:
         in_order = replace(spec, permuted=False)
         inner = make_runtime(in_order, target, schedule, late_scaling=late_scaling)
-        return PermutedRuntime(inner, permuter(spec.k, spec.act, target))
+        return PermutedRuntime(inner, permuter(spec.k, spec.act, target), len(in_order.tensors))
     if target.kind == "cuda":
         return CudaRuntime(spec, target, schedule, late_scaling)
     if target.kind == "emulator":
@@ -79,14 +79,16 @@ class PermutedRuntime:
     matmul are those of the same weight in order.
     """
 
-    def __init__(self, inner: Runtime, permute: Permuter) -> None:
-        self._inner, self._permute = inner, permute
+    def __init__(self, inner: Runtime, permute: Permuter, place: int) -> None:
+        """place: that of the permutation among the tensors of a call, behind those of the weight in order."""
+        self._inner, self._permute, self._place = inner, permute, place
         self.schedule = inner.schedule
         self.kernel, self.stages, self.choices = inner.kernel, inner.stages, inner.choices
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
-        *in_order, permutation = weight
-        return self._inner.matmul(self._permute(x, permutation), in_order)
+        place = self._place
+        in_order = (*weight[:place], *weight[place + 1 :])
+        return self._inner.matmul(self._permute(x, weight[place]), in_order)
 
     def dequantize(self, weight: Tensors) -> Tensor:
         *in_order, permutation = weight

@@ -75,7 +75,7 @@ class Stand:
             while len(self._weights) >= KEPT:
                 self._weights.popitem(last=False)
             torch.cuda.empty_cache()
-            rounding = {} if spec.compute else {"dequantized": True, "rounded_zeros": True}  # some with wgmma do
+            rounding = dict.fromkeys(() if spec.compute else ("dequantized", "rounded_zeros", "rounded_outliers"), True)
             data = trial.sample(spec, rows, "cuda", PERIOD, **rounding)
             x = quantize_in_torch(data.x, spec.compute) if spec.compute else (data.x,)
             self._weights[spec] = Weights(data, x, timing.copies(data.weight))

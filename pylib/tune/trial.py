@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
@@ -67,13 +68,15 @@ class Sample:
     """A matmul on random data, and what must come out.
 
     x         [m, k], whose rows repeat themselves
-    weight    [n, k], whose rows repeat themselves
+    weight    [n, k], whose rows repeat themselves; of a gated MLP those of each half
+    others    what a call takes besides, by name: a residual [m, n], which repeats itself in both
     expected  [rows of x, rows of the weight] of one period of each, by the definition in float64
     allowed   the same shape: how far a right result may be off
     """
 
     x: Tensor
     weight: PackedWeight
+    others: dict[str, Tensor]
     expected: F64
     allowed: F64
 
@@ -98,16 +101,21 @@ def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **roundi
 
     rounding: what the kernel rounds besides its sums, by the names that `reference.tolerance` has for it
     """
-    block = spec.bilevel.rows if spec.bilevel else 1
+    block = ROWS if spec.is_gated else spec.bilevel.rows if spec.bilevel else 1
     part = replace(spec, n=min(spec.n, period // block * block))
     x, tensors = reference.random_inputs(part, min(m, X_PERIOD))
-    arguments: dict[str, Any] = {**tensors, **rounding}
-    expected = reference.matmul(part, x, **tensors)
+    others = reference.random_residual(part, len(x))
+    arguments: dict[str, Any] = {**tensors, **others, **rounding}
+    expected = reference.matmul(part, x, **tensors, **others)
     allowed = reference.tolerance(part, x, **arguments)
-    rows = torch.arange(spec.n, device=device) % part.n
+    rows = torch.arange(spec.outputs, device=device) % part.outputs
+    tokens = torch.arange(m, device=device) % len(x)
+    others = {name: t.to(device)[tokens][:, rows] for name, t in others.items()}
+    if spec.is_gated:
+        rows = torch.cat([rows, part.outputs + rows])
     given = {slot.name: _repeated(spec, slot, tensors[slot.name].to(device), rows) for slot in spec.given_tensors}
     weight = packed.pack(spec, **given)
-    return Sample(x.to(device)[torch.arange(m, device=device) % len(x)], weight, expected, allowed)
+    return Sample(x.to(device)[tokens], weight, others, expected, allowed)
 
 
 def run_trial(
@@ -135,7 +143,7 @@ def run_trial(
     data = sample(spec, m, device, **rounding(mm, m))
 
     on_step("multiplying")
-    y = mm(data.x, data.weight)
+    y = mm(data.x, data.weight, **data.others)
 
     on_step("checking")
     error, worst = data.errors(y)
@@ -148,8 +156,8 @@ def run_trial(
         error=error,
         worst=worst,
         compile_time=compile_time,
-        time=None if mm.target.kind == "emulator" else time_call(mm, data.x, data.weight),
-        bytes=data.weight.nbytes + data.x.nbytes + y.nbytes,
+        time=None if mm.target.kind == "emulator" else time_call(mm, data.x, data.weight, **data.others),
+        bytes=sum(t.nbytes for t in (data.weight, data.x, y, *data.others.values())),
     )
 
 
@@ -192,22 +200,22 @@ def _take(t: Tensor, rows: Tensor) -> Tensor:
     return t.view(torch.uint8)[rows].view(t.dtype) if t.element_size() == 1 else t[rows]
 
 
-def time_call(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
-    """Median seconds of mm(x, w): on a GPU in a graph, with a cold cache; on a CPU from call to return."""
-    return _cuda_time(mm, x, w) if x.is_cuda else _cpu_time(mm, x, w)
+def time_call(mm: Matmul, x: Tensor, w: PackedWeight, **others: Tensor) -> float:
+    """Median seconds of mm(x, w, **others): on a GPU in a graph, with a cold cache; on a CPU from call to return."""
+    return _cuda_time(mm, x, w, others) if x.is_cuda else _cpu_time(mm, x, w, others)
 
 
-def _cuda_time(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
+def _cuda_time(mm: Matmul, x: Tensor, w: PackedWeight, others: Mapping[str, Tensor]) -> float:
     weights = timing.copies(w)
     for each in weights:  # the first call on a weight is not the fast one
-        mm(x, each)
-    return timing.graph_time([partial(mm, x, each) for each in weights]).median * 1e-6
+        mm(x, each, **others)
+    return timing.graph_time([partial(mm, x, each, **others) for each in weights]).median * 1e-6
 
 
-def _cpu_time(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
+def _cpu_time(mm: Matmul, x: Tensor, w: PackedWeight, others: Mapping[str, Tensor]) -> float:
     times: list[float] = []
     while len(times) < CPU_REPEATS and sum(times) < CPU_SECONDS:
         start = time.perf_counter()
-        mm(x, w)
+        mm(x, w, **others)
         times.append(time.perf_counter() - start)
     return median(times)

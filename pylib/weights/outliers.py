@@ -51,7 +51,7 @@ def csr_rows(matrix: Tensor) -> Tensor:
 
 def split_csr(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Returns a sparse matrix in parts of so many rows."""
-    rows, columns, values = csr_rows(matrix), matrix.col_indices(), matrix.values()
+    rows, columns, values = of_csr(matrix)
     ends = matrix.crow_indices()[[0, *torch.tensor(sizes, device="cpu").cumsum(0).tolist()]].tolist()
     first = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = zip(sizes, first, ends, ends[1:])
@@ -140,7 +140,12 @@ def _check_columns(rows: Tensor, columns: Tensor, k: int) -> None:
 
 def to_lines(matrix: Tensor) -> Tensor:
     """Returns a checked sparse matrix in memory order: int32 [lines, 32]."""
-    return pack_lines(Outliers(csr_rows(matrix), matrix.col_indices(), matrix.values()), matrix.shape[0])
+    return pack_lines(of_csr(matrix), matrix.shape[0])
+
+
+def of_csr(matrix: Tensor) -> Outliers:
+    """Returns the numbers of a `torch.sparse_csr` tensor."""
+    return Outliers(csr_rows(matrix), matrix.col_indices(), matrix.values())
 
 
 def pack_lines(outliers: Outliers, n: int) -> Tensor:
@@ -195,7 +200,11 @@ def unpack_lines(lines: Tensor, n: int) -> Outliers:
 
 def to_csr(lines: Tensor, n: int, k: int) -> Tensor:
     """Returns the sparse matrix that `to_lines` has brought into memory order."""
-    outliers = unpack_lines(lines, n)
+    return sorted_csr(unpack_lines(lines, n), n, k)
+
+
+def sorted_csr(outliers: Outliers, n: int, k: int) -> Tensor:
+    """Returns outliers in any order as a sparse matrix."""
     order = (outliers.rows * k + outliers.columns).argsort()
     return sparse_csr(Outliers(*(part[order] for part in outliers)), n, k)
 

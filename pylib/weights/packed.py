@@ -20,7 +20,7 @@ from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.pylib.operator.tracing import sizes_as_numbers
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights import dequantized, folding, shared_bytes
+from lowbit.pylib.weights import dequantized, folding, gated_rows, shared_bytes
 from lowbit.pylib.weights import outliers as sparse
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.memory_order import unpack_codes
@@ -183,7 +183,7 @@ class PackedWeight(Mapping[str, Tensor]):
 
     def unpack(self) -> Tensor:
         """The codes as they were given to `pack`: [n, k], int8 for i<b> formats, else uint8."""
-        codes = unpack_codes(self.spec.packing, self.codes, -least(self.spec))
+        codes = gated_rows.given(self.spec, unpack_codes(self.spec.packing, self.codes, -least(self.spec)))
         return codes.view(torch.int8) if self.spec.dtype.kind == "int" else codes
 
     def unpack_scales(self) -> Tensor:
@@ -196,7 +196,11 @@ class PackedWeight(Mapping[str, Tensor]):
 
     def unpack_outliers(self) -> Tensor | None:
         """The outliers as a `torch.sparse_csr` tensor [n, k] in f16, without zeros; None without outliers."""
-        return None if self.outliers is None else sparse.to_csr(self.outliers, self.spec.n, self.spec.k)
+        if self.outliers is None:
+            return None
+        found = sparse.unpack_lines(self.outliers, self.spec.n)
+        rows = gated_rows.number_given(self.spec, found.rows)
+        return sparse.sorted_csr(found._replace(rows=rows), self.spec.n, self.spec.k)
 
     def unpack_offsets(self) -> Tensor | None:
         """The offsets [n, groups] in type spec.offset_kind; int32 where they are codes. None without offsets."""
@@ -216,9 +220,11 @@ class PackedWeight(Mapping[str, Tensor]):
             return self.unpack()
         if slot.role == "outliers":
             return cast(Tensor, self.unpack_outliers())
-        if slot.index in ("column", "row"):
+        if slot.index == "column":
             return self[name].clone()
-        values = dequantized.stored_numbers(self.spec, slot, self[slot.tensor])
+        if slot.index == "row":
+            return gated_rows.given(self.spec, self[name]).clone()
+        values = gated_rows.given(self.spec, dequantized.stored_numbers(self.spec, slot, self[slot.tensor]))
         values = values[:, 0].clone() if slot.index == "padded_row" else values
         return values.to(torch.int32 if slot.storage == "u8" else TORCH[slot.storage])
 
@@ -229,12 +235,14 @@ class PackedWeight(Mapping[str, Tensor]):
         s q + o a product and then a sum, each rounded to f32; a scale per row is multiplied to s and to o before that,
         and outliers are added at the end.
         """
-        return dequantized.dequantize(self.spec, self, dtype)
+        return gated_rows.given(self.spec, dequantized.dequantize(self.spec, self, dtype))
 
     def folded(self) -> Tensor:
         """Returns the weight [n, k] in f32 with the numbers that a spec with `fold_scales` allows kernels to multiply:
         those of groups are rounded to f16 and then to f8e4m3, before the scales of rows multiply them."""
-        return folding.folded(self.spec, self) if self.spec.folds else self.dequantize()
+        if not self.spec.folds:
+            return self.dequantize()
+        return gated_rows.given(self.spec, folding.folded(self.spec, self))
 
     def with_compute(
         self, compute: Compute | None, *, compute_from: int = 1, fold_scales: bool = False

@@ -29,7 +29,7 @@ WITHOUT_TYPES = 2  # the one before, whose "spec" does not say act and out
 SPEC = "spec"
 LONGEST_SPEC = 1 << 16  # bytes; a table of 256 numbers takes 6 KiB
 _OF_PRODUCTS = ("compute", "compute_from", "fold_scales", "row_scales")
-_OF_CALLS = ("act", "out", "compute", "compute_from")
+_OF_CALLS = ("act", "out", "compute", "compute_from", "epilogue")
 WEIGHT_FIELDS = tuple(f.name for f in fields(MatmulSpec) if f.name not in _OF_CALLS)
 """The fields of a spec that a weight was packed with. It can be loaded for other types of x, y and products if its
 tensors fit."""
@@ -107,6 +107,8 @@ def with_products_of(saved: MatmulSpec, wanted: MatmulSpec) -> MatmulSpec:
 def check_same(saved: MatmulSpec, wanted: MatmulSpec) -> None:
     """Raise PackError unless a weight with one spec can be loaded for another."""
     wrong = [name for name in WEIGHT_FIELDS if getattr(saved, name) != getattr(wanted, name)]
+    if saved.is_gated != wanted.is_gated:
+        wrong.append("epilogue")
     if wrong:
         packed = ", ".join(f"{name}={getattr(saved, name)!r} (not {getattr(wanted, name)!r})" for name in wrong)
         raise PackError(f"the weight was packed with {packed}; load it with that spec, or pack again")

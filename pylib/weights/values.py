@@ -16,7 +16,7 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Storage, TensorSlot
 from lowbit.pylib.torch_types import TORCH, stored_type
-from lowbit.pylib.weights import outliers
+from lowbit.pylib.weights import gated_rows, outliers
 from lowbit.pylib.weights.memory_order import pack_blocks, pack_codes, pack_groups, unpack_codes
 from lowbit.pylib.weights.tensor_checks import check_storage
 
@@ -59,9 +59,10 @@ def to_memory(spec: MatmulSpec, slot: TensorSlot, values: Tensor) -> Tensor:
     low = least(spec)
     if slot.role == "codes":
         _check_codes(values, low, low + spec.dtype.codes - 1)
-        return pack_codes(spec.packing, values, -low)
+        return pack_codes(spec.packing, gated_rows.stored(spec, values), -low)
     if slot.index == "sparse":
-        return outliers.to_lines(values)
+        found = outliers.of_csr(values)
+        return outliers.pack_lines(found._replace(rows=gated_rows.number_in_memory(spec, found.rows)), spec.n)
     if slot.role == "permutation":
         _check_integer(slot.name, values, "int()")
         _check_permutation(values.long())
@@ -73,6 +74,7 @@ def to_memory(spec: MatmulSpec, slot: TensorSlot, values: Tensor) -> Tensor:
         stored = _integers(values, slot.name, low, low + spec.zero_span)
     else:
         stored = _floats(slot.name, values, slot.storage)
+    stored = gated_rows.stored(spec, stored)
     if slot.index == "group":
         return pack_groups(spec.packing, stored)
     if slot.index == "block" and spec.bilevel:

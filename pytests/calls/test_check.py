@@ -50,6 +50,7 @@ def cases(count: int) -> Iterator[Case]:
 def test_both_definitions_agree() -> None:
     for case in cases(100):
         x, tensors = reference.random_inputs(case.spec, case.m, case.seed)
+        tensors |= reference.random_residual(case.spec, case.m)
         one, two = definition.matmul(asdict(case.spec), x, tensors), reference.matmul(case.spec, x, **tensors)
         np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-9 * np.abs(two).max(), err_msg=str(case))
 

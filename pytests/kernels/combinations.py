@@ -53,7 +53,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "row_scales": (False, True),
     "permuted": (False, True),
     "outliers": (False, True),
-    "n": (16, 40),
+    "epilogue": (None, "silu_mul", "gelu_mul", "residual"),
+    "n": (16, 40, 48),
     "k": (64, 96, 192, 256, 260),
 }
 """Fields and their values: elements by the way in which they are decoded, places by the kernels that serve there."""
@@ -189,7 +190,8 @@ def integer_cases() -> list[Case]:
         "weight": ("u1", "u2", "u4", "i1", "i2", "i4"),
         "group_size": (128, 256, None),
         "target": ("emulator:sm_80", "emulator:sm_90a"),
-        **{name: FACTORS[name] for name in ("zeros", "out", "act", "bias", "row_scales", "permuted", "n")},
+        **{name: FACTORS[name] for name in ("zeros", "out", "act", "bias", "row_scales", "permuted", "epilogue")},
+        "n": (16, 48),
         "scale": ("f16", "bf16", "f32", "e8m0", "e4m3"),
     }
     rows = (dict(zip(factors, row)) for row in AllPairs(list(factors.values())))

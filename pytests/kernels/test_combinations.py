@@ -150,7 +150,7 @@ def test_a_wrong_weight_is_found(family: str, change: Any, monkeypatch: pytest.M
 def test_a_wrong_rounding_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that kernels round to f16 explain more than a bit of f16, and sums of f8e4m3 more than one of bf16."""
     call = Matmul.__call__
-    monkeypatch.setattr(Matmul, "__call__", lambda mm, x, w: rounded_once_more(call(mm, x, w)))
+    monkeypatch.setattr(Matmul, "__call__", lambda mm, x, w, **others: rounded_once_more(call(mm, x, w, **others)))
 
     def shows(spec: MatmulSpec) -> bool:
         coarse = (spec.act, spec.out_dtype) == ("f16", "bf16") and not spec.compute

@@ -22,10 +22,10 @@ from lowbit.dialect.formats import recipes
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.decode.epilogue import Epilogue
 from lowbit.passes.kernels.decode.factors import Factors
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering import emit, lower_dequant
 from lowbit.passes.lowering import mma as lower_mma
@@ -103,7 +103,7 @@ def constant(number: float) -> Wrap:
 
 def constant_per_row(number: float) -> Wrap:
     """Instead of numbers of rows, this one."""
-    return lambda right: lambda self, name, element, row, total: self.p.constant(
+    return lambda right: lambda self, name, element, total, row: self.p.constant(
         number, element, total.layout.reduce((1,))
     )
 
@@ -185,7 +185,7 @@ WRONG_NUMBERS = [
     Mutation("scale and offset exchanged", OFFSET, Factors, "of_group", exchanged("scales", "offsets")),
     Mutation("offset of the next group", OFFSET, Factors, "of_group", of_next_group("offsets")),
     Mutation("offset of codes lost", I4_OFFSET, ScalesZeros, "with_code_offset", lambda right: lambda self, o, s: o),
-    Mutation("scale of rows dropped", OFFSET, Epilogue, "_per_row", constant_per_row(1.0)),
+    Mutation("scale of rows dropped", OFFSET, Epilogue, "per_row", constant_per_row(1.0)),
     Mutation("sum of x lost", FLOAT, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),
     Mutation("zeros of groups exchanged", U4, Program, "decode", with_argument(5, lambda shifts: shifts[::-1])),
     Mutation("zero of one group for all", U4, Program, "decode", with_argument(5, lambda shifts: shifts[:1])),

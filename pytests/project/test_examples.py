@@ -111,6 +111,11 @@ def test_gguf_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not example["main"]()
 
 
+def test_gated_mlp() -> None:
+    for target in ("cpu", "emulator:sm_90a"):
+        assert load("gated_mlp.py")["main"](128, 64, 5, target) < 2e-3
+
+
 def test_import_gptq(capsys: pytest.CaptureFixture[str]) -> None:
     example = load("import_gptq.py")
     assert example["main"]()

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 
+from lowbit.dialect.epilogue import HALF
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, column_spatial, local, replicated
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.launch import COUNTERS
 
 
-class Epilogue:
+class Ending:
     """Writes the end of program `p`, in block `tile` along n."""
 
     def __init__(self, p: Program, plan: KernelPlan, tile: Scalar) -> None:
         self.p, self.plan, self.spec, self.schedule, self.tile = p, plan, plan.spec, plan.schedule, tile
+        self._end = Epilogue(p, plan.spec, ragged=plan.spec.n % plan.schedule.rows != 0)
 
     def finish(self, total: Tile) -> None:
         """The sum over warps and splits that share rows, then scales of rows and of x, bias, conversion, store."""
@@ -69,7 +73,14 @@ class Epilogue:
         return p.reshape(total, (rows, s.tokens))
 
     def _sum_up_layout(self, parts: int, rows: int, columns: int) -> Layout:
-        """[parts, rows, columns]: all parts of an element in one thread, neighbours along the rows."""
+        """[parts, rows, columns]: all parts of an element in one thread, neighbours along the rows; with them both
+        halves of a gated row block."""
+        if self.spec.is_gated:
+            halves = self._spread(parts, rows // 2, columns).reshape((parts, rows // ROWS, HALF, columns))
+            return (halves.unsqueeze(2) * local(1, 1, 2, 1, 1)).reshape((parts, rows, columns))
+        return self._spread(parts, rows, columns)
+
+    def _spread(self, parts: int, rows: int, columns: int) -> Layout:
         s = self.schedule
         across = math.gcd(rows, s.threads)
         side = math.gcd(columns, s.threads // across)
@@ -92,22 +103,11 @@ class Epilogue:
             self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), self.tile * s.rows)
 
     def _store(self, total: Tile, first_row: Scalar) -> None:
-        p, s, spec = self.p, self.schedule, self.spec
+        p, spec, end = self.p, self.spec, self._end
         if spec.compute:
             x_scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
             total = p.mul(total, p.load(x_scales, (0, 0), total.layout.reduce((0,)), ("none", "clamp")))
         if spec.row_scales and not spec.outliers:  # else before the outliers were added
-            total = p.mul(total, self._per_row("row_scales", "f32", first_row, total))
-        if spec.bias:
-            bias = self._per_row("bias", spec.out_dtype, first_row, total)
-            total = p.add(total, p.cast(bias, "f32"))
-        y = p.global_view(p["y"], spec.out_dtype, (spec.n, -1), (1, spec.n), sizes=[p["m"]])
-        boundary = ("skip" if spec.n % s.rows else "none", "skip")
-        p.store(p.cast(total, spec.out_dtype), y, (first_row, 0), boundary)
-
-    def _per_row(self, name: str, element: str, first_row: Scalar, total: Tile) -> Tile:
-        """A number of every row of the total, from device memory."""
-        p, s, n = self.p, self.schedule, self.spec.n
-        view = p.global_view(p[name], element, (n, 1))
-        boundary = ("clamp" if n % s.rows else "none", "none")
-        return p.load(view, (first_row, 0), total.layout.reduce((1,)), boundary)
+            total = p.mul(total, end.per_row("row_scales", "f32", total, first_row))
+        numbers = end.numbers(total, first_row)
+        p.store(numbers, end.view_like_y("y"), (end.row_of_y(first_row), 0), (end.outside("skip"), "skip"))

@@ -65,7 +65,7 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M1
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Scalar, Tile, as_i32
-from lowbit.passes.kernels.decode.epilogue import Epilogue
+from lowbit.passes.kernels.decode.epilogue import Ending
 from lowbit.passes.kernels.decode.factors import Factors
 from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
@@ -87,6 +87,7 @@ class Kernel:
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
         names = [*plan.inputs, *(slot.name for slot in spec.tensors), "y"]
+        names += spec.call_inputs
         names += ["workspace"] if self.plan.workspace_bytes else []
         s = schedule
         self.p = Program(
@@ -151,7 +152,7 @@ class Kernel:
         total = self.operands.outliers.add_to(total, self.operands.buffers)
         p.barrier()  # all of the block have read their stages, whose place is taken now
         p.free_shared(*self.operands.buffers)
-        Epilogue(p, self.plan, self.tile).finish(total)
+        Ending(p, self.plan, self.tile).finish(total)
 
     def _sums_in_place(self) -> Tile | None:
         """Registers for the sums of weights that have been scaled, which stay where they are until the end."""

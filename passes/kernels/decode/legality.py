@@ -11,6 +11,7 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.integer_limbs import LIMBS, PIECE, ROW, takes
 from lowbit.dialect.formats.outliers import LINE, SPARE
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import (
@@ -145,6 +146,11 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         raise SpecError(f"schedule: outliers_by_step=True is for weights with outliers; {_weight(spec)} needs False")
     if s.cluster > 1 and not target.has_clusters:
         raise SpecError(f"schedule: cluster={s.cluster} needs clusters, which {target} does not have; take cluster=1")
+    if spec.is_gated and s.rows % (ROWS * s.cluster):
+        raise SpecError(
+            f"schedule: each block of a cluster adds up whole row blocks for {spec.epilogue}, but {s.rows} rows of "
+            f"cluster={s.cluster} are fewer than {ROWS} each; take more row_blocks or warps_n, or a smaller cluster"
+        )
     if plan.workspace_bytes and plan.tiles > COUNTERS:
         raise SpecError(
             f"schedule: split_k={s.split_k} in device memory counts blocks of up to {COUNTERS} tiles, n={spec.n} has "

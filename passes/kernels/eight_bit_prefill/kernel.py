@@ -39,6 +39,7 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.eight_bit_prefill.sums import KeptSums, Product, PromotedSums, Sums
 from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
 from lowbit.passes.kernels.prefill.kernel import Kernel
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 
 P = TypeVar("P", bound=EightBitPlan)
 
@@ -68,10 +69,10 @@ class EightBitKernel(Kernel, Generic[P]):
         if not self.plan.groups:
             total = p.mul(total, self.weight.row_scale(row_tile))
         if self.spec.row_scales:
-            total = p.mul(total, self.epilogue.per_row("row_scales", "f32", total, row_tile))
+            total = p.mul(total, self.epilogue.per_row("row_scales", "f32", total, row_tile * ROWS_OF_TILE))
         scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
         total = p.mul(total, p.load(scales, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
-        self.epilogue.store(total, row_tile, token)
+        self.out.store(total, row_tile, token)
 
 
 class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):

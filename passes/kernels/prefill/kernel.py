@@ -72,7 +72,7 @@ from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Program, Scalar, Tile
-from lowbit.passes.kernels.prefill.epilogue import StagedEpilogue
+from lowbit.passes.kernels.prefill.epilogue import StagedStore, Store, epilogue_of
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
@@ -95,6 +95,7 @@ class Kernel:
     def __init__(self, plan: PrefillPlan) -> None:
         self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
         names = [slot.name for slot in plan.spec.tensors] + ["x_scales"] * (plan.spec.compute is not None)
+        names += plan.spec.call_inputs
         names += ["workspace"] * plan.schedule.streams
         kinds = dict.fromkeys(plan.boxes, self.x_kind) | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
         cluster = plan.schedule.cluster_blocks  # the blocks of a cluster are side by side along axis 1
@@ -178,7 +179,8 @@ class Kernel:
     def _allocate(self) -> None:
         """Shared memory for x and for y on its way out, signals, and registers for the sums."""
         self.panels = BoxPanels(self.p, self.plan)
-        self.epilogue = StagedEpilogue(self.p, self.plan)
+        self.epilogue = epilogue_of(self.p, self.plan)
+        self.out: Store = StagedStore(self.p, self.plan, self.epilogue)
         self._make_sums()
 
     def _make_sums(self) -> None:
@@ -257,7 +259,7 @@ class Kernel:
         scale = self.weight.factors.row_scale(row_tile)
         for total in parts:
             scaled = total if scale is None else self.p.mul(total, scale)
-            self.epilogue.store(scaled, row_tile, token)
+            self.out.store(scaled, row_tile, token)
             token = token + total.shape[1]
 
     def _of_all_columns(self, parts: Iterable[Tile]) -> Iterable[Tile]:

@@ -323,7 +323,8 @@ class PrefillPlan:
     def rounding(self) -> dict[str, bool]:
         """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
         rounds_zeros = self.scales_weights and not self.scales_in_f32 and self.spec.zeros == "float"
-        return {"dequantized": self.scales_weights, "rounded_zeros": rounds_zeros}
+        rounding = {"dequantized": self.scales_weights, "rounded_zeros": rounds_zeros}
+        return rounding | ({"rounded_outliers": True} if self.spec.outliers else {})
 
     @property
     def ahead(self) -> int:
@@ -351,7 +352,12 @@ class PrefillPlan:
     @property
     def out_pitch(self) -> int:
         """Numbers from a token to the next there: the rows of a warp, and 16 bytes against bank conflicts."""
-        return ROWS + self.spec.y.per_vector
+        return self.out_rows + self.spec.y.per_vector
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of y of a warp."""
+        return ROWS // 2 if self.spec.is_gated else ROWS
 
 
 def shares_of(tiles: int, rounds: int, blocks: int, stream_k: str) -> Shares:

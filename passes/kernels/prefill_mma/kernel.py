@@ -39,10 +39,10 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Scalar, Tile
+from lowbit.passes.kernels.prefill.epilogue import DirectStore, epilogue_of
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
-from lowbit.passes.kernels.prefill_mma.epilogue import DirectEpilogue
 from lowbit.passes.kernels.prefill_mma.panels import CopiedPanels
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
@@ -64,7 +64,8 @@ class MmaKernel(Kernel):
 
     def _allocate(self) -> None:
         self.panels = self._make_panels()
-        self.epilogue = DirectEpilogue(self.p, self.plan)
+        self.epilogue = epilogue_of(self.p, self.plan)
+        self.out = DirectStore(self.p, self.epilogue)
 
     def _make_panels(self) -> CopiedPanels:
         """Makes the object that copies x."""
