@@ -247,3 +247,27 @@ def test_wrong_calls() -> None:
 def test_blocks_of_a_cluster_have_both_halves() -> None:
     with pytest.raises(SpecError, match="whole row blocks for silu_mul"):
         lowbit.compile(spec_of("silu_mul"), "sm_90a", Schedule(8, 1, 1, 2, 64, 2, split_k=2, cluster=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("fields", [{}, {"act": "bf16", "outliers": True, "permuted": True}, {"compute": "i8"}])
+@pytest.mark.parametrize("m", [1, 17, 64, 150, 700, 5000])
+def test_on_a_gpu(epilogue: str, fields: dict[str, Any], m: int) -> None:
+    """Eagerly, and in a graph that is replayed with another x and residual."""
+    spec = spec_of(epilogue, 528, 512, **fields)
+    mm = lowbit.compile(spec)
+    x, tensors = random_inputs(spec, m)
+    others = random_residual(spec, m)
+    w = mm.pack(**{name: t.cuda() for name, t in tensors.items()})
+    given = {name: r.cuda() for name, r in others.items()}
+    there = x.cuda()
+    allowed = tolerance(spec, x, **tensors, **others, **rounding(mm, m))  # type: ignore[arg-type]
+    assert agrees(mm(there, w, **given), matmul(spec, x, **tensors, **others), allowed).all()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        y = mm(there, w, **given)
+    for tensor in (there, *given.values()):
+        tensor.copy_(tensor.flip(0))
+    graph.replay()
+    assert torch.equal(y, mm(there, w, **given))
