@@ -35,14 +35,25 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _entries(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the entries that say so and are not empty, with their paths; nothing of what is in one of them."""
+    """Yields the entries that say so and are not off, with their paths; nothing of what is in one of them."""
     for name, value in config.items():
-        if not value or name in NOTES:
+        if name in NOTES or _is_off(value):
             continue
         if TELLING.search(str(name).lower()):
             yield f"{path}{name}", value
         elif isinstance(value, Mapping):
             yield from _entries(cast(Mapping[str, Any], value), f"{path}{name}.")
+
+
+def _is_off(value: object) -> bool:
+    """Tells whether an entry says that there is nothing: null, "none", or that it is not enabled."""
+    match value:
+        case str():
+            return value.lower() in ("", "none")
+        case {"enabled": enabled}:
+            return not enabled
+        case _:
+            return not value
 
 
 def _places(transforms: object) -> list[object]:

@@ -170,15 +170,13 @@ def _by_transformers(
 def _with_text(path: Path, target: Path, request: Request, on_step: Callable[[str], object]) -> QuantizationReport:
     """Load a dense model, quantize it with a text as calibration data, and save it; returns what became of its layers,
     by their names in the model."""
-    from transformers import AutoTokenizer
-
+    tokenizer = _tokenizer(path)
     text = cast(Path, request.text).read_text(errors="replace")
     on_step("loading")
     model = _class_of(path).from_pretrained(path, dtype=_dtype(request), local_files_only=True)
     model = model.bfloat16() if model.dtype is torch.float32 else model
     model = model.to(request.device or "cpu")
     on_step("quantizing")
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     report = quantize_(
         model,
         {**dict.fromkeys(request.skip, None), "*": request.config},
@@ -191,6 +189,18 @@ def _with_text(path: Path, target: Path, request: Request, on_step: Callable[[st
     model.save_pretrained(target)
     _copy_others(path, target)
     return report
+
+
+def _tokenizer(path: Path) -> Any:
+    """Returns the tokenizer of a model's folder. Raises CheckpointError where transformers can read none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # it has no class of its own for damaged files
+        what = f"{path} has no tokenizer that can be read, for --text"
+        fix = "copy tokenizer.json and tokenizer_config.json there"
+        raise CheckpointError(f"{what}: {fix} ({error})") from error
 
 
 def _dtype(request: Request) -> Any:

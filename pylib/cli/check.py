@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.check.trial import Outcome
 
 MOST_JOBS = 16
+_JOBS = f"Processes: one for each CPU, at most {MOST_JOBS}, by default."
 _REASONS = 10  # for refusals that are shown
 
 
@@ -32,7 +33,7 @@ def check(
     seed: Annotated[int, typer.Option(help="Other seeds draw other matmuls.")] = 0,
     target: TargetName = None,
     seconds: Annotated[float, typer.Option(min=0, help="No case begins after so many.")] = math.inf,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, max=256, help="Processes.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, max=256, help=_JOBS)] = None,
     as_json: Json = False,
 ) -> None:
     """Check random matmuls on this machine: on its GPU, its CPU, or in the emulator.

@@ -29,6 +29,7 @@ class Calibration:
         self.hessian = torch.zeros(k, k, dtype=torch.float64, device=device)
         self.cross: Tensor | None = None
         self.tokens = 0
+        self._summed_elsewhere = False
         self._absolute = torch.zeros(k, dtype=torch.float64, device=device)
 
     @property
@@ -40,6 +41,11 @@ class Calibration:
     def magnitude(self) -> Tensor:
         """[k]: the mean of |x|, over all tokens."""
         return self._absolute / max(self.tokens, 1)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there are fewer tokens than columns: the rank of `hessian` is at most the number of tokens."""
+        return self.tokens < self.k and not self._summed_elsewhere
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Count inputs [..., k], and those of the float model where they differ."""
@@ -79,6 +85,7 @@ class Calibration:
         calibration.hessian += hessian.double()
         calibration._absolute += hessian.diagonal().double().clamp(min=0).sqrt()
         calibration.tokens = 1
+        calibration._summed_elsewhere = True
         return calibration
 
     @classmethod
@@ -99,6 +106,7 @@ class Calibration:
         moved = Calibration(self.k, device)
         moved.hessian, moved._absolute = self.hessian.to(device), self._absolute.to(device)
         moved.cross, moved.tokens = None if self.cross is None else self.cross.to(device), self.tokens
+        moved._summed_elsewhere = self._summed_elsewhere
         return moved
 
     def _checked(self, k: int) -> Calibration:

@@ -17,6 +17,8 @@ Qronos (Zhang et al., 2025).
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -61,11 +63,23 @@ def _with_zeros(pair: Pair) -> tuple[Tensor, Tensor]:
 
 def _problem(weight: Tensor, grid: Grid, calibration: Calibration) -> tuple[Tensor, Tensor]:
     """Returns the weight that is wanted, and the damped Hessian."""
+    warn_if_short(calibration)
     hessian, damping = damped(calibration.hessian, grid.config.damping)
     target = weight.float().contiguous()
     if calibration.cross is not None:
         target = corrected(target, hessian, calibration.cross, damping)
     return target, hessian
+
+
+def warn_if_short(calibration: Calibration) -> None:
+    """Warns where inputs can't tell how the errors of all columns go together."""
+    if calibration.is_short:
+        warnings.warn(
+            f"a calibration has fewer tokens than the layer has columns (k={calibration.k}): its Hessian's rank "
+            "is no larger than their number, so errors are made up for on these alone; use several times k tokens "
+            "(GPTQ's authors take 128 texts of 2048), or a method without calibration",
+            stacklevel=2,
+        )
 
 
 def damped(hessian: Tensor, part: float) -> tuple[Tensor, float]:

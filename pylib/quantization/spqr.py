@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lowbit.pylib.quantization.beams import BLOCK, Beam, settle
 from lowbit.pylib.quantization.calibration import Calibration
-from lowbit.pylib.quantization.gptq import corrected, damped, factor, ordered_factor
+from lowbit.pylib.quantization.gptq import corrected, damped, factor, ordered_factor, warn_if_short
 from lowbit.pylib.quantization.grid import Codes, Grid
 from lowbit.pylib.quantization.spqr_search import Group, multiplied
 from lowbit.pylib.quantization.two_levels import LEAST, TwoLevels, coded
@@ -47,6 +47,7 @@ class Spqr(NamedTuple):
 
 def spqr(weight: Tensor, grid: Grid, calibration: Calibration) -> Spqr:
     """Returns the quantized weight."""
+    warn_if_short(calibration)
     hessian, damping = damped(calibration.hessian, grid.config.damping)
     target = weight.float().contiguous()
     if calibration.cross is not None:

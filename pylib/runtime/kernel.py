@@ -10,6 +10,7 @@ this package call `pylib.runtime.driver.Function` instead.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,8 @@ class Kernel:
             fix = f"use {name}.to({device!r})"
             raise TargetError(f"{what} is on {tensor.device}, but target {self.target} takes {device} tensors; {fix}")
         check_storage(what, tensor, SpecError)
+        if tensor.is_neg():
+            raise SpecError(f"{what} is a view that negates, which memory does not show; use {name}.resolve_neg()")
         if not tensor.is_contiguous():
             raise SpecError(f"{what} must be contiguous; use {name}.contiguous()")
         if tensor.data_ptr() % _ALIGNMENT:
@@ -178,10 +181,21 @@ def _mismatch(param: Param, value: Any) -> str | None:
             fits = number and isinstance(value, int) and -(1 << 31) <= value < 1 << 31
             return None if fits else "an int of 32 bits"
         case "f32":
-            return None if number else "a number"
+            if not number:
+                return "a number"
+            return None if _fits_f32(value) else "a number of f32, at most 3.4e38 (an infinity is one)"
         case "tensor_map":
             fits = isinstance(value, TensorMap) and isinstance(value.address, Tensor)
             return None if fits else "a TensorMap of a torch tensor"
+
+
+def _fits_f32(value: float) -> bool:
+    """Tells whether a number is one of f32 when it is rounded; infinities and NaN are."""
+    try:
+        struct.pack("<f", float(value))
+    except OverflowError:
+        return False
+    return True
 
 
 class CudaKernel(Kernel):

@@ -411,6 +411,7 @@ MERGED = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["L
         ("ct-pack-4", {"transform_config": ROTATED}),
         ("ct-pack-4", {"transform_config": [1]}),
         ("gptq-4", {"rotation": "hadamard"}),
+        ("gptq-4", {"rotation": {"enabled": True}}),
         ("gptq-4", {"dynamic": {"+:.*up_proj": {"hadamard_config": {"size": 16}}}}),
         ("awq", {"act_pre_scale": True}),
     ],
@@ -431,6 +432,8 @@ def test_entries_that_change_what_a_layer_computes(name: str, entry: dict[str, A
         {"transform_config": {}},
         {"transform_config": MERGED},
         {"meta": {"rotation": "hadamard"}},
+        {"rotation": "none"},
+        {"rotation": {"enabled": False, "type": "hadamard"}},
         {"transformers_version": "5.0", "rotation": None, "dynamic": {"+:transformer.h": {"bits": 4}}},
     ],
 )

@@ -188,6 +188,18 @@ def test_text_as_calibration(tmp_path: Path) -> None:
     assert "name a file of text with --text" in " ".join(lines(*given, "--out", tmp_path / "b", code=1).split())
 
 
+def test_text_without_a_tokenizer(tmp_path: Path) -> None:
+    source, text = folder_with_tokenizer(tmp_path / "dense"), tmp_path / "train.txt"
+    text.write_text(TEXT)
+    given = ("quantize", source, "--method", "gptq", "--text", text, "--out", tmp_path / "low")
+    (source / "tokenizer.json").write_text("{")
+    message = "has no tokenizer that can be read, for --text: copy tokenizer.json"
+    assert message in " ".join(lines(*given, code=1).split())
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    assert message in " ".join(lines(*given, code=1).split())
+
+
 def test_errors_of_experts(tmp_path: Path) -> None:
     """Dense files have them by part, in a module that has another name in the model."""
     transformers = pytest.importorskip("transformers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -282,6 +283,19 @@ def test_configurations_are_json(config: lowbit.QuantConfig) -> None:
 def test_constant_weights(value: float, weight: Any, zeros: Any) -> None:
     result = lowbit.quantize(torch.full((2, 32), value), CONFIG(weight, 32, zeros, "f32"))
     assert torch.allclose(result.dequantize(), torch.full((2, 32), value), rtol=1e-2, atol=1e-30)
+
+
+@pytest.mark.parametrize("method", ["gptq", "spqr"])
+def test_calibrations_of_few_tokens(method: Any) -> None:
+    """A Hessian that was summed elsewhere does not say of how many."""
+    config = lowbit.QuantConfig("u3", 16, zeros="float" if method == "spqr" else "none", method=method)
+    weight, x = torch.randn(32, 64), torch.randn(64, 64)
+    with pytest.warns(UserWarning, match=r"fewer tokens than the layer has columns \(k=64\)"):
+        lowbit.quantize(weight, config, x[:63])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for enough in (x, x[:2].T @ x[:2]):
+            lowbit.quantize(weight, config, enough)
 
 
 def test_awq_of_doubles() -> None:
