@@ -117,10 +117,11 @@ def grid_attr(grid: Grid) -> ir.ArrayAttr:
 
 def read_grid(attribute: ir.Attribute) -> Grid:
     """The extents of `grid_attr`."""
-    written = [
-        a.value if isinstance(a, ir.StringAttr | ir.IntegerAttr) else str(a) for a in ir.ArrayAttr(attribute)
-    ]
-    return parse_grid(written)
+    try:
+        extents = list(ir.ArrayAttr(attribute))
+    except ValueError:
+        raise Mismatch(f"grid: expected a list of extents, got {attribute}") from None
+    return parse_grid([a.value if isinstance(a, ir.StringAttr | ir.IntegerAttr) else str(a) for a in extents])
 
 
 def param_kind(type_: ir.Type, name: str) -> ParamKind:
@@ -155,7 +156,10 @@ def format_attr(t: DType) -> ir.Attribute:
 
 def read_format(attribute: ir.Attribute) -> DType:
     """The format of a `#lowbit.format`."""
-    name, table = FormatAttr(attribute).params
+    try:
+        name, table = FormatAttr(attribute).params
+    except ValueError:
+        raise Mismatch(f"format: expected #lowbit.format<name, table>, got {attribute}") from None
     try:
         values = tuple(float(ir.FloatAttr(v).value) for v in ir.ArrayAttr(table))
     except ValueError:

@@ -16,7 +16,7 @@ def failures(first: int, last: int) -> dict[int, str]:
     found: dict[int, str] = {}
     while first < last:
         command = [sys.executable, str(WORKER), str(first), str(last)]
-        run = subprocess.run(command, capture_output=True, text=True, cwd=WORKER.parent.parent)
+        run = subprocess.run(command, capture_output=True, text=True, cwd=WORKER.parents[2])
         lines = run.stdout.splitlines()
         assert lines, run.stderr
         numbers, outcomes = list(map(int, lines[::2])), lines[1::2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lowbit.dialect import ops
@@ -38,6 +40,30 @@ def test_a_key_error_in_a_verifier_is_not_swallowed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tiles, "element_bits", planted)
     with pytest.raises(KeyError, match="f32"):
         parse(LOAD_MATRIX)
+
+
+DECODE = """
+func.func @f(%w: i32) {
+  %0 = "lowbit.decode_pair"(%w)
+    {format, register = 0, exponent = 0, offset = "raw", operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return
+}
+"""
+PROGRAM = '''"lowbit.program"() ({
+}) {sym_name = "p", threads = 32, grid = "p", params = [], workspace = 0} : () -> ()'''
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (DECODE, "format: expected #lowbit.format<name, table>, got unit"),
+        (PROGRAM, 'grid: expected a list of extents, got "p"'),
+    ],
+    ids=["format", "grid"],
+)
+def test_attributes_of_another_kind_are_refused(program: str, message: str) -> None:
+    with pytest.raises(ir.MLIRError, match=re.escape(message)):
+        parse(program)
 
 
 def test_every_operation_of_programs_has_a_rule() -> None:
