@@ -36,7 +36,7 @@ def verifier(check: Callable[[Any], None]) -> Any:
 
     def verify_invariants(op: Any) -> bool:
         required = _required_attributes(op.__class__)
-        if any(name not in op.attributes for name in required):
+        if any(name not in op.attributes for name in required) or not _has_values(op):
             return True
         try:
             _check_segments(op)
@@ -54,6 +54,22 @@ def verifier(check: Callable[[Any], None]) -> Any:
 @lru_cache(maxsize=None)
 def _required_attributes(operation: Any) -> frozenset[str]:
     return frozenset(field.name for field in operation._fields if isinstance(field, ext.AttributeDef))
+
+
+def _has_values(op: Any) -> bool:
+    """Tells whether there are as many operands and results as are declared, where no group may have any number."""
+    operands, results = _declared_values(op.__class__)
+    return (operands is None or len(op.operands) == operands) and (results is None or len(op.results) == results)
+
+
+@lru_cache(maxsize=None)
+def _declared_values(operation: Any) -> tuple[int | None, int | None]:
+    """Returns the numbers of operands and results; None where a group may have any number."""
+    groups = [
+        [f.variadicity for f in operation._fields if isinstance(f, kind)] for kind in (ext.OperandDef, ext.ResultDef)
+    ]
+    operands, results = [None if any(v.value for v in group) else len(group) for group in groups]
+    return operands, results
 
 
 def _check_declared(op: Any, required: frozenset[str]) -> None:

@@ -274,3 +274,17 @@ func.func @in_front_of_the_beginning(%x: !x) {
   %0 = "lowbit.load"(%x, %before, %c0) {boundary = ["zero", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!x, i32, i32) -> !lowbit.reg<[1, 32], f16, "spatial(1, 32)">
   return
 }
+
+// -----
+
+// Operands and results that are missing are missed before they are looked at.
+// expected-error @below {{op expects exactly 1 operands, but got 0}}
+"lowbit.free_shared"() : () -> ()
+
+// -----
+
+func.func @no_result(%b: !lowbit.shared<[2, 8, 64], f16, [512, 64, 1], 0>, %i: i32) {
+  // expected-error @below {{op expects exactly 1 results, but got 0}}
+  "lowbit.stage"(%b, %i) : (!lowbit.shared<[2, 8, 64], f16, [512, 64, 1], 0>, i32) -> ()
+  return
+}

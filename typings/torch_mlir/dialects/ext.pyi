@@ -18,6 +18,14 @@ class Pure:
 class AttributeDef:
     name: str
 
+class OperandDef:
+    name: str
+    variadicity: Any
+
+class ResultDef:
+    name: str
+    variadicity: Any
+
 class Operation(ir.OpView):
     OPERATION_NAME: str
     verify_invariants: Any
