@@ -79,8 +79,10 @@ def check_rounding(kind: Any) -> None:
 
 
 def constant_of(value: Any) -> int | None:
-    """Returns the number of an arith.constant; None for any other value."""
+    """Returns the number of an arith.constant of integers; None for any other value."""
     owner = value.owner
     if isinstance(owner, ir.Block) or owner.name != "arith.constant":
         return None
-    return int(ir.IntegerAttr(owner.attributes["value"]).value)
+    if "value" not in owner.attributes or not isinstance(number := owner.attributes["value"], ir.IntegerAttr):
+        return None
+    return int(ir.IntegerAttr(number).value)

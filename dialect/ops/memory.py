@@ -57,9 +57,10 @@ def _uses_in(block: Any, buffer: Any) -> Iterator[Any]:
         operation = use.owner.operation
         if operation.name in ("lowbit.stage", "lowbit.peer"):
             yield from _uses_in(block, operation.results[0])
-        while operation.block != block:
+        while operation.parent and operation.block != block:
             operation = operation.parent.operation
-        yield operation
+        if operation.parent:  # else the use is in another block, and is the root, which has no block to ask for
+            yield operation
 
 
 class StageOp(Lowbit.Operation, name="stage", traits=[ext.Pure]):

@@ -288,3 +288,26 @@ func.func @no_result(%b: !lowbit.shared<[2, 8, 64], f16, [512, 64, 1], 0>, %i: i
   "lowbit.stage"(%b, %i) : (!lowbit.shared<[2, 8, 64], f16, [512, 64, 1], 0>, i32) -> ()
   return
 }
+
+// -----
+
+// A use in another block is not in its sight; an index of another type is not a number.
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
+"func.func"() ({
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  "cf.br"()[^bb1] : () -> ()
+^bb1:
+  // expected-error @below {{place: expected the block that the buffer is in, got another}}
+  "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  "func.return"() : () -> ()
+}) {function_type = () -> (), sym_name = "f"} : () -> ()
+
+// -----
+
+func.func @index_of_floats(%b: !lowbit.shared<[32], f16, [1], 0>) {
+  %0 = arith.constant 0.0 : f32
+  // expected-error @below {{expected 'i32' but got 'f32'}}
+  %1 = "lowbit.load"(%b, %0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1>} : (!lowbit.shared<[32], f16, [1], 0>, f32) -> !lowbit.reg<[32], f16, "spatial(32)">
+  return
+}
