@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from compiled import compile_matmul
 
+import lowbit
 from lowbit.dialect.errors import EmulatorError, PassError
 from lowbit.dialect.signature import Param, parse_grid
 from lowbit.dialect.spec import MatmulSpec
@@ -21,6 +23,7 @@ from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.launch import Launch
 from lowbit.passes.target import parse_target
 from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.reference import random_inputs
 from lowbit.pylib.runtime.tensor_map import TensorMap
 from pytests import kept, patches
 from pytests.kept import FOLDER, KeptEmulator
@@ -122,6 +125,22 @@ def test_which_arguments_are_the_same_memory_is_in_the_key() -> None:
     for _ in range(2):
         with pytest.raises(EmulatorError, match="overlaps"):
             run(both[4:12], both[:8])
+
+
+@pytest.mark.parametrize("compute", [None, "i8"])
+def test_calls_run_once(compute: Any) -> None:
+    """Whatever was in the memory of their results before."""
+    spec = MatmulSpec(n=16, k=256, weight="u4", out="f32", compute=compute)
+    x, tensors = random_inputs(spec, 3, seed=1)
+    mm = lowbit.compile(spec, "emulator:sm_90a")
+    weight = mm.pack(**tensors)
+
+    def call(garbage: float) -> torch.Tensor:
+        torch.full((3, 16), garbage)
+        return mm(x, weight)
+
+    assert is_made("launch", lambda: call(1.0))
+    assert not is_made("launch", lambda: call(2.0)) and torch.equal(call(3.0), call(4.0))
 
 
 def test_memory_that_the_emulator_refuses_is_refused_again() -> None:

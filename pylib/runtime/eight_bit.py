@@ -27,6 +27,7 @@ from lowbit.pylib.runtime.interface import (
     check_cpu,
     check_weight_on_cpu,
     check_x_on_cpu,
+    unwritten,
     with_epilogue,
 )
 from lowbit.pylib.runtime.quantizers import CudaQuantizer, quantizer
@@ -152,7 +153,7 @@ class EmulatorEightBit(EmulatorRuntime):
         check_weight_on_cpu(self._target.name, self._spec, weight)
         values, scales, sums = (t.contiguous() for t in x)
         k = self._k
-        y = torch.empty((*values.shape[:-1], self._outputs), dtype=self._out, device="cpu")
+        y = unwritten((*values.shape[:-1], self._outputs), self._out)
         m = values.numel() // k
         flat = values.view(m, k), scales.view(-1), sums.view(m, k // SUM_COLUMNS), y.view(m, self._outputs)
         for token_tile, operands, *part in self._parts(self._artifacts.token_tiles(m), weight, *flat) if m else ():

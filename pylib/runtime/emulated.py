@@ -20,6 +20,7 @@ from lowbit.pylib.runtime.interface import (
     check_weight_on_cpu,
     check_x_on_cpu,
     memory_of,
+    unwritten,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class EmulatorRuntime(GpuRuntime):
         tiles = self._artifacts.token_tiles(m)
         if tiles is None:
             return self._from_sums(torch.nn.functional.linear(x.float(), self.dequantize(weight).float()), weight)
-        y = torch.empty((*x.shape[:-1], self._outputs), dtype=self._out, device="cpu")
+        y = unwritten((*x.shape[:-1], self._outputs), self._out)
         rows = x.reshape(-1, self._k).contiguous()
         out = y.view(-1, self._outputs)
         for token_tile, operands, *part in self._parts(tiles, weight, rows, out) if m else ():
@@ -53,7 +54,7 @@ class EmulatorRuntime(GpuRuntime):
 
     def dequantize(self, weight: Tensors) -> Tensor:
         check_weight_on_cpu(self._target.name, self._spec, weight)
-        w = torch.empty((self._n, self._k), dtype=self._act, device="cpu")
+        w = unwritten((self._n, self._k), self._act)
         self._launch(None, 0, weight, y=w)
         return w
 

@@ -147,6 +147,12 @@ def check_memory_of_x(x: Tensor) -> None:
         raise SpecError(shrinkage("x", x))
 
 
+def unwritten(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns memory of the CPU for a kernel in the emulator to write: NaN, or -1, so that what it leaves out shows, in
+    every run alike."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype, device="cpu")
+
+
 def memory_of(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor, shared."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

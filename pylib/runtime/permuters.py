@@ -19,7 +19,7 @@ from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.gpu import allocate_rows, check_device, is_settled, load_function
-from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of
+from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of, unwritten
 from lowbit.pylib.weights.tensor_checks import address_of, is_shrunk, shrinkage
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class EmulatorPermuter(_GpuPermuter):
         _check_on_cpu(self._target.name, x, permutation)
         m = x.numel() // self._k
         x = x.contiguous()
-        y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        y = unwritten(x.shape, x.dtype)
         if m:
             named = {"x": x, "permutation": permutation, "y": y}
             values: dict[str, object] = {name: memory_of(tensor) for name, tensor in named.items()}

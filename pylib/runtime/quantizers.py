@@ -19,7 +19,7 @@ from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.runtime.activation import VALUES, Quantized, quantize_in_torch
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.runtime.gpu import allocate_rows, check_device, load_function
-from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of
+from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of, unwritten
 from lowbit.pylib.weights.tensor_checks import address_of
 
 _ORDER = ("x", "values", "scales", "sums", "m")
@@ -108,9 +108,9 @@ class EmulatorQuantizer:
         check_x_on_cpu(self._target.name, x)
         x = x.contiguous()
         batch, k = x.shape[:-1], x.shape[-1]
-        values = torch.empty(x.shape, dtype=self._values, device="cpu")
+        values = unwritten(x.shape, self._values)
         sizes = batch, (*batch, k // SUM_COLUMNS)
-        scales, sums = (torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes)
+        scales, sums = (unwritten(size, torch.float32) for size in sizes)
         if x.numel():
             named = {"x": x, "values": values, "scales": scales, "sums": sums}
             memory = {name: memory_of(t) for name, t in named.items()}
