@@ -21,7 +21,7 @@ func.func @sums(%x: tensor<?x64xf16>) {
 !weight = !lowbit.packed<[64, 64], #lowbit.format<"u4", []>, 64, "none", "f16">
 func.func @values(%x: tensor<?x64xf16>, %s: tensor<?xf32>, %sums: tensor<?x2xf32>, %w: !weight) {
   // expected-error @below {{values: expected tensor<?x64xf8E4M3FN> or tensor<?x64xi8>, got tensor<?x64xf16>}}
-  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {operandSegmentSizes = array<i32: 1, 1, 1, 1, 0>}
+  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {operandSegmentSizes = array<i32: 1, 1, 1, 1, 0, 0>}
     : (tensor<?x64xf16>, tensor<?xf32>, tensor<?x2xf32>, !weight) -> tensor<?x64xf16>
   return
 }
@@ -141,7 +141,7 @@ func.func @reciprocal(%x: !row) {
 !weight = !lowbit.packed<[64, 64], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"f16", "f32">>
 func.func @folded_integers(%x: tensor<?x64xi8>, %s: tensor<?xf32>, %sums: tensor<?x2xf32>, %w: !weight) {
   // expected-error @below {{values with fold_scales: expected f8E4M3FN, got i8}}
-  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {fold_scales, operandSegmentSizes = array<i32: 1, 1, 1, 1, 0>}
+  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {fold_scales, operandSegmentSizes = array<i32: 1, 1, 1, 1, 0, 0>}
     : (tensor<?x64xi8>, tensor<?xf32>, tensor<?x2xf32>, !weight) -> tensor<?x64xf16>
   return
 }
@@ -151,7 +151,7 @@ func.func @folded_integers(%x: tensor<?x64xi8>, %s: tensor<?xf32>, %sums: tensor
 !weight = !lowbit.packed<[64, 64], #lowbit.format<"u4", []>, 64, "none", "f16">
 func.func @folded_groups(%x: tensor<?x64xf8E4M3FN>, %s: tensor<?xf32>, %sums: tensor<?x2xf32>, %w: !weight) {
   // expected-error @below {{scales with fold_scales: expected scales of rows, too, got none of rows}}
-  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {fold_scales, operandSegmentSizes = array<i32: 1, 1, 1, 1, 0>}
+  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {fold_scales, operandSegmentSizes = array<i32: 1, 1, 1, 1, 0, 0>}
     : (tensor<?x64xf8E4M3FN>, tensor<?xf32>, tensor<?x2xf32>, !weight) -> tensor<?x64xf16>
   return
 }
