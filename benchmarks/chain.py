@@ -24,7 +24,7 @@ from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.pipeline import CompiledKernel, lower_program
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.runtime.devices import this_machine
 from lowbit.pylib.tune.timing import copies_needed, graph_time
 

@@ -19,7 +19,7 @@ from lowbit.dialect.signature import parse_grid
 from lowbit.passes.builder import Program, Scalar, as_i32
 from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel, lower_program
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.runtime.devices import this_machine
 from lowbit.pylib.runtime.driver import Function
 from lowbit.pylib.tune.timing import REST_SECONDS, Timing, copies_needed, graph_time

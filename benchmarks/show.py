@@ -24,7 +24,7 @@ from benchmarks.measure import relative_error
 from benchmarks.peers.lowbit import compile_kernels
 from benchmarks.tables import markdown
 from lowbit.dialect.formats.dtypes import all_names
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib import MatmulSpec, reference
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.runtime.devices import this_machine

@@ -4,17 +4,20 @@ Numbers are from the CUDA C++ Programming Guide, "Compute Capabilities", table "
 Compute Capability". A block may use 1 KB less shared memory than an SM has: the driver keeps it for itself.
 """
 
-from dataclasses import dataclass, replace
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lowbit.dialect.errors import TargetError
+from lowbit.passes.costs import THRESHOLDS, Costs, Rates, Thresholds
 
 Kind = Literal["cpu", "cuda", "emulator"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One compilation target; make it with `parse_target`.
+    """One compilation target, from a file of `passes/targets/`; `passes.targets.parse_target` finds it.
 
     For a CPU the GPU fields are zero. An emulator target has the architecture it stands in for: the same PTX
     is generated, and run by the interpreter instead of a device.
@@ -45,6 +48,18 @@ class Target:
     """wgmma (PTX ISA 9.7.15)."""
     hardware: str = ""
     """The GPU on which its kernels are run and timed; "" where they only run in the emulator."""
+    most_multiprocessors: int = 0
+    """Of the largest GPU of the architecture: workspaces have room for so many blocks."""
+    rates: Rates = field(default=Rates(1, 1, 1, 1, 1), repr=False, compare=False)
+    fitted: Costs | None = field(default=None, repr=False, compare=False)
+    thresholds: Thresholds = field(default=THRESHOLDS, repr=False, compare=False)
+
+    @property
+    def costs(self) -> Costs:
+        """What its kernels take. Raises TargetError for a CPU."""
+        if self.fitted is None:
+            raise TargetError(f"target {self.name} has one program for every number of rows, and nothing to predict")
+        return self.fitted
 
     @property
     def is_gpu(self) -> bool:
@@ -71,7 +86,7 @@ class Target:
         return self.name
 
 
-def _gpu(
+def gpu(
     arch: str,
     *,
     ptx: int,
@@ -82,8 +97,17 @@ def _gpu(
     clusters: bool = False,
     wgmma: bool = False,
     hardware: str = "",
+    most_multiprocessors: int = 0,
+    rates: Rates,
+    costs: Costs,
+    thresholds: Thresholds = THRESHOLDS,
 ) -> Target:
-    """An entry of the table: numbers are per multiprocessor, and all architectures have 64 K registers."""
+    """Returns a target for a GPU architecture. shared_kb, threads and blocks are of a multiprocessor; all architectures
+    have 64 K registers.
+
+    ptx: the oldest PTX version, times ten, that has the architecture and all that is used (8.0, CUDA 12.0), so that
+    older assemblers and drivers take it
+    """
     return Target(
         name=arch,
         kind="cuda",
@@ -100,58 +124,8 @@ def _gpu(
         has_clusters=clusters,
         has_wgmma=wgmma,
         hardware=hardware,
+        most_multiprocessors=most_multiprocessors or multiprocessors,
+        rates=rates,
+        fitted=costs,
+        thresholds=thresholds,
     )
-
-
-# Every architecture is one entry, in the order of compute capabilities. `ptx` is the oldest PTX version that has the
-# architecture and all that is used (8.0, CUDA 12.0), so that older assemblers and drivers take it. From sm_100 on there
-# is no wgmma, and kernels are those of sm_80. sm_120 does without clusters: theirs were not tried on such a GPU.
-GPUS = (
-    _gpu("sm_80", ptx=80, shared_kb=164, threads=2048, blocks=32, multiprocessors=108),  # A100
-    _gpu("sm_86", ptx=80, shared_kb=100, threads=1536, blocks=16, multiprocessors=84),  # A40
-    _gpu("sm_87", ptx=80, shared_kb=164, threads=1536, blocks=16, multiprocessors=16),  # Orin
-    _gpu("sm_89", ptx=84, shared_kb=100, threads=1536, blocks=24, multiprocessors=142),  # L40S
-    _gpu("sm_90", ptx=86, shared_kb=228, threads=2048, blocks=32, multiprocessors=132, clusters=True),  # H100
-    _gpu(
-        "sm_90a",
-        ptx=86,
-        shared_kb=228,
-        threads=2048,
-        blocks=32,
-        multiprocessors=132,
-        clusters=True,
-        wgmma=True,
-        hardware="NVIDIA H200",
-    ),
-    _gpu("sm_100", ptx=86, shared_kb=228, threads=2048, blocks=32, multiprocessors=148, clusters=True),  # B200
-    _gpu("sm_103", ptx=88, shared_kb=228, threads=2048, blocks=32, multiprocessors=148, clusters=True),  # B300
-    _gpu("sm_120", ptx=87, shared_kb=100, threads=1536, blocks=24, multiprocessors=170),  # RTX 5090
-)
-_EMULATED = tuple(replace(target, name=f"emulator:{target.arch}", kind="emulator") for target in GPUS)
-_TARGETS = {target.name: target for target in (Target("cpu", "cpu"), *GPUS, *_EMULATED)}
-
-GPU_NAMES = ", ".join(target.name for target in GPUS)
-
-
-def parse_target(name: str) -> Target:
-    """The target called `name`: "cpu", the name of an architecture in `GPUS`, "emulator:" and one of these, or
-    "emulator" for "emulator:sm_80". "sm_90" is Hopper without wgmma; an H100 or H200 wants "sm_90a".
-
-    Raises:
-        TargetError: the name is none of these.
-    """
-    target = _TARGETS.get("emulator:sm_80" if name == "emulator" else name)
-    if target is None:
-        hint = "; leave it out for this machine's GPU" if name in ("cuda", "gpu") else ""
-        raise TargetError(f"unknown target {name!r}; allowed: {', '.join(map(repr, _TARGETS))}, 'emulator'{hint}")
-    return target
-
-
-def target_of_gpu(capability: int, shared_per_block: int = 1 << 30) -> Target | None:
-    """The best target for a GPU of this compute capability (times ten) whose blocks may have so many bytes of shared
-    memory: an entry of its own, with all that the architecture has, or that of its nearest predecessor. None for a GPU
-    that is older than all."""
-    own = [target for target in GPUS if target.capability == capability]
-    earlier = [target for target in GPUS if target.capability < capability and target.runs_later]
-    fitting = [target for target in (*earlier, *own) if target.max_shared_per_block <= shared_per_block]
-    return fitting[-1] if fitting else None

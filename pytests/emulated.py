@@ -18,7 +18,8 @@ from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_inputs, random_problem, tolerance

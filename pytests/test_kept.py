@@ -21,7 +21,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import Resources, resource_usage
 from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.launch import Launch
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference import random_inputs
 from lowbit.pylib.runtime.tensor_map import TensorMap

@@ -13,7 +13,7 @@ import numpy as np
 
 from lowbit.passes.builder import Program
 from lowbit.passes.pipeline import lower_program
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator import Emulator
 
 Array = np.ndarray[Any, Any]

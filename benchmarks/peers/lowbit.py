@@ -14,7 +14,7 @@ from torch import Tensor
 import lowbit
 from benchmarks.cases import Case
 from benchmarks.peers.peer import DEVIATION, ROUNDING, Call, Job, Layer, Peer, cores, finish
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib import MatmulSpec
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.runtime.activation import QuantizedActivation

@@ -16,7 +16,7 @@ import lowbit
 from benchmarks.environment import describe, environment
 from examples.kernel.problem import Problem
 from lowbit.passes.pipeline import CompiledKernel, lower_program
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.runtime.kernel import Kernel
 from lowbit.pylib.tune.timing import copies, copies_needed, graph_time
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from lowbit.dialect.errors import PassError, TargetError
-from lowbit.passes.target import GPU_NAMES, Target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import GPU_NAMES
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 from lowbit.dialect.bindings import ir, llvm, passmanager
 from lowbit.dialect.errors import PassError, TargetError
 from lowbit.passes.codegen.llvm import binding, optimize
-from lowbit.passes.target import GPU_NAMES, Target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import GPU_NAMES
 
 _TRIPLE = "nvptx64-nvidia-cuda"
 

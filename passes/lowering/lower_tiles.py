@@ -24,7 +24,8 @@ from lowbit.passes.lowering.addressing import ThreadIndex
 from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, int_attr, text_attr
 from lowbit.passes.lowering.registry import import_rules, lower_block
 from lowbit.passes.lowering.warpgroup import declare_sums
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 
 import_rules()
 

@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lowbit.dialect.errors import LowbitError, PassError
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 
 P = TypeVar("P")
 _SEPARATOR = re.compile(r"[,\s]+")

@@ -25,9 +25,6 @@ from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.scheduling.tables import REACH, Entry, Key, Table, nearest, shipped_tables
 from lowbit.passes.target import Target
 
-MOST_BANDWIDTH, MOST_PRODUCTS = 4.8e6, 5e8  # an H200's bytes and 16-bit multiplications per microsecond
-MOST_DECODED = 128  # tokens up to which kernels of the decode families are the faster ones, mostly
-FEW = 64  # tokens up to which they are, measured, though others are predicted to be for 80 to 120 tokens
 ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
 
 
@@ -91,9 +88,9 @@ class Chooser:
         """Returns the choice for up to `token_tile` tokens: its own schedule, or that of a wider token tile where
         that takes less time.
 
-        A measured schedule gives way only to a measured one, and one for up to `FEW` tokens not to a prediction for 80
-        to 120 (docs/lab-notebook/schedules.md); but one for `FEW` to one of shared rounds, since these predictions are
-        good (docs/lab-notebook/last-tiles.md).
+        A measured schedule gives way only to a measured one, and one for up to `Thresholds.few` tokens not to a
+        prediction for 80 to 120 (docs/lab-notebook/schedules.md); but one for so many to one of shared rounds, since
+        these predictions are good (docs/lab-notebook/last-tiles.md).
         """
         if self._spec.for_tokens(token_tile) != self._spec:
             return self._unfolded.expected(token_tile, tables)
@@ -101,7 +98,7 @@ class Chooser:
         best = known or self._estimated(token_tile, tables) or self.predicted(token_tile)
         settled = set(self.families(token_tile))  # those of which what was looked at is no less than `best`
         for wider in (tile for tile in self.token_tiles if tile > token_tile):
-            if least_time(self._spec, wider) >= best.microseconds:
+            if least_time(self._spec, wider, self._target) >= best.microseconds:
                 break
             other = self._measured(wider, tables)
             if other is None and known is None:
@@ -114,8 +111,9 @@ class Chooser:
         self, token_tile: int, wider: int, tables: Sequence[Table], below: float, settled: set[KernelFamily[Any]]
     ) -> Choice | None:
         """Returns the choice of a wider token tile where it is trusted, None also where it does not take less time."""
-        if token_tile <= FEW < wider < MOST_DECODED:
-            return self._sharing(wider, tables, below) if token_tile == FEW else None
+        few = self._target.thresholds.few
+        if token_tile <= few < wider < self._target.thresholds.decoded:
+            return self._sharing(wider, tables, below) if token_tile == few else None
         found = self._estimated(wider, tables, below, settled)
         settled.update(self.families(wider))
         return found
@@ -155,7 +153,8 @@ class Chooser:
         A neighbour's is expected to take what is predicted, times what the prediction was off there; the further apart
         the two are, the less that counts.
         """
-        near = None if token_tile > MOST_DECODED and self.any_tiles else self._neighbour(token_tile, tables)
+        many = token_tile > self._target.thresholds.decoded and self.any_tiles
+        near = None if many else self._neighbour(token_tile, tables)
         return self._predicted_below(token_tile, min(below, near.microseconds) if near else below, settled) or near
 
     def _neighbour(self, token_tile: int, tables: Sequence[Table]) -> Choice | None:
@@ -257,10 +256,11 @@ def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     return Chooser(spec, target).token_tiles
 
 
-def least_time(spec: MatmulSpec, tokens: int) -> float:
+def least_time(spec: MatmulSpec, tokens: int, target: Target) -> float:
     """Microseconds that no schedule is predicted to be below: for reading the weight, and for multiplying it."""
-    products = MOST_PRODUCTS * (2 if spec.compute else 1)
-    return max(spec.bytes / MOST_BANDWIDTH, spec.n * spec.k * tokens / products)
+    costs = target.costs
+    products = costs.products * (2 if spec.compute else 1)
+    return max(spec.bytes / costs.bandwidth, spec.n * spec.k * tokens / products)
 
 
 def fixed_schedule(operation: Operation) -> KernelSchedule:

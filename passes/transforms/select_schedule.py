@@ -18,7 +18,8 @@ from lowbit.passes.kernels.permute.family import default_schedule as default_per
 from lowbit.passes.kernels.quantize.family import default_schedule as default_quantize_schedule
 from lowbit.passes.kernels.registry import family_of, schedule_from_dict
 from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 from lowbit.passes.tensor_programs import schedule_attr, spec_of
 from lowbit.passes.transforms.plan_packing import WITH_WEIGHT
 

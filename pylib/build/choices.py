@@ -10,11 +10,8 @@ from typing import Any
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.kernels.registry import schedule_to_dict
-from lowbit.passes.scheduling.choice import MOST_DECODED
 from lowbit.passes.scheduling.tables import spelled_out
 from lowbit.passes.target import Target
-
-_MOST_LAUNCHED = 192  # rows, beyond which to write the weight out is faster than another launch
 
 
 @dataclass(frozen=True)
@@ -33,11 +30,11 @@ class Rows:
         return str(self.last) if self.first == self.last else f"{self.first} to {self.last}"
 
 
-def rows_of_tiles(tiles: Sequence[int]) -> tuple[Rows, ...]:
+def rows_of_tiles(tiles: Sequence[int], launched: int) -> tuple[Rows, ...]:
     """Returns the ranges of rows where no kernel serves any number of them: m rows take the least token tile that holds
-    them. More rows take launches of the widest tile, of which the last may be of a lesser one: up to 192 rows, as
-    measured on an H200 without wgmma (docs/lab-notebook/decoding.md, "Wide tiles")."""
-    return _ranges(_launches(tiles, _MOST_LAUNCHED))
+    them. More rows take launches of the widest tile, of which the last may be of a lesser one: up to `launched` rows
+    (`Thresholds.launched`)."""
+    return _ranges(_launches(tiles, launched))
 
 
 def _launches(tiles: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
@@ -56,19 +53,21 @@ def _ranges(launches: Mapping[int, tuple[int, ...]], beyond: Sequence[int] = ())
     return (*found, Rows(firsts[-1], None, tuple(beyond)))
 
 
-def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int], most: int | None = None) -> tuple[Rows, ...]:
+def rows_of_any_tokens(
+    tiles: Sequence[int], any_tiles: Sequence[int], decoded: int, most: int | None = None
+) -> tuple[Rows, ...]:
     """Returns the ranges of rows where one kernel serves any number of them in one launch.
 
-    Up to MOST_DECODED rows the least token tile that holds them serves, or two launches where there is none so wide. Above,
+    Up to `decoded` rows (`Thresholds.decoded`) the least token tile that holds them serves, or two launches where there is none so wide. Above,
     schedules are chosen for the numbers of tokens in `any_tiles`, and the least of these that is not below m serves; the
     last serves all.
 
     most    the last of `any_tiles` that is used: beyond it the weight is written out for the vendor's matmul; None: all are
     """
-    decoded = [token_tile for token_tile in tiles if token_tile <= MOST_DECODED]
+    few = [token_tile for token_tile in tiles if token_tile <= decoded]
     last = any_tiles[-1] if most is None else most
-    more = {token_tile: (token_tile,) for token_tile in any_tiles if MOST_DECODED < token_tile <= last}
-    return _ranges(_launches(decoded, MOST_DECODED) | more, any_tiles[-1:] if most is None else ())
+    more = {token_tile: (token_tile,) for token_tile in any_tiles if decoded < token_tile <= last}
+    return _ranges(_launches(few, decoded) | more, any_tiles[-1:] if most is None else ())
 
 
 def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:

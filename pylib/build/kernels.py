@@ -29,10 +29,6 @@ from lowbit.pylib.build.choices import (
 )
 from lowbit.pylib.build.driver import Artifact, compile_stages, load
 
-_MOST_ON_HOPPER = {(True, True): 1536, (True, False): 3072, (False, True): 6144}
-"""By whether a weight has outliers, and a second level: the last token tile on Hopper beyond which the vendor's matmul on the
-weight written out takes less time, by up to a fifth, measured (docs/lab-notebook/scales.md, "Written out")."""
-
 
 def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None = None) -> KernelChoices:
     """Returns which kernels serve how many rows. Nothing is compiled. Raises SpecError for a schedule that serves none."""
@@ -116,8 +112,10 @@ class Artifacts:
 
     def _find_rows(self) -> tuple[Rows, ...]:
         if self._any_tiles:
-            return rows_of_any_tokens(self._token_tiles, self._any_tiles, self._most_launched if self._vendor else None)
-        return rows_of_tiles(self._token_tiles) if self._vendor else rows_of_launches(self._token_tiles)
+            most = self._most_launched if self._vendor else None
+            return rows_of_any_tokens(self._token_tiles, self._any_tiles, self._target.thresholds.decoded, most)
+        launched = self._target.thresholds.launched
+        return rows_of_tiles(self._token_tiles, launched) if self._vendor else rows_of_launches(self._token_tiles)
 
     @property
     def _most_launched(self) -> int | None:
@@ -125,7 +123,8 @@ class Artifacts:
         less time. None: a launch serves any number of rows. Without wgmma the family's token tiles end there."""
         if not self._target.has_wgmma:
             return self._any_tiles[-1]
-        return _MOST_ON_HOPPER.get((self._spec.outliers, self._spec.bilevel is not None))
+        vendor = self._target.thresholds.vendor or {}
+        return vendor.get((self._spec.outliers, self._spec.bilevel is not None))
 
     def token_tiles(self, m: int) -> list[int] | None:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.dialect.errors import LowbitError
-from lowbit.passes.target import GPU_NAMES, GPUS, target_of_gpu
+from lowbit.passes.targets import GPU_NAMES, GPUS, target_of_gpu
 from lowbit.pylib.build.cache import Cache
 from lowbit.pylib.build.installed import versions
 

@@ -58,7 +58,7 @@ def _check(table: Table, jobs: int | None) -> None:
 
 def _list_stale(table: Table, jobs: int | None) -> None:
     """List the measurements of kernels that have changed since."""
-    from lowbit.passes.target import target_of_gpu
+    from lowbit.passes.targets import target_of_gpu
     from lowbit.pylib.tune import check as tune_check
     from lowbit.pylib.tune import processes as tune_processes
 

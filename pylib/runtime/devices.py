@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from lowbit.dialect.errors import SpecError, TargetError
-from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
+from lowbit.passes.target import Target
+from lowbit.passes.targets import GPUS, parse_target, target_of_gpu
 
 KINDS = ("cpu", "cuda")
 

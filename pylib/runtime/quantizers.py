@@ -14,7 +14,8 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import Act
 from lowbit.passes.kernels.quantize.family import default_schedule, quantize_spec
 from lowbit.passes.kernels.registry import request
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.runtime.activation import VALUES, Quantized, quantize_in_torch
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream

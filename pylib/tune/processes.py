@@ -20,7 +20,8 @@ from typing import Any
 
 from lowbit.dialect.errors import LowbitError, SpecError, TargetError
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build import knobs
 from lowbit.pylib.tune.problem import Problem
 

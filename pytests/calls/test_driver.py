@@ -25,7 +25,7 @@ from lowbit.passes.kernels.dequantize.family import DequantizeSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.launch import Launch
 from lowbit.passes.scheduling.choice import TOKEN_TILES, schedule_for
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.choices import find_rows, rows_of_tiles
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.build.kernels import Artifacts
@@ -102,7 +102,7 @@ def launches(tiles: tuple[int, ...], m: int) -> list[int]:
 def test_the_table_of_rows_is_complete(widest: int) -> None:
     """Ranges follow one another without a gap, and each row's launches are those that it would get by itself."""
     tiles = tuple(tile for tile in TOKEN_TILES if tile <= widest)
-    rows = rows_of_tiles(tiles)
+    rows = rows_of_tiles(tiles, 192)
     assert rows[0].first == 1 and rows[-1].last is None and rows[-1].token_tiles == ()
     assert [a.last for a in rows[:-1]] == [b.first - 1 for b in rows[1:]]
     for m in range(300):

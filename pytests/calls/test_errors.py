@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 import lowbit
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib import PackError, SpecError, TargetError
 from lowbit.pylib.build import knobs
 from lowbit.pylib.matmul import Matmul

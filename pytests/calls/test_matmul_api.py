@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import lowbit
-from lowbit.passes.target import GPUS, Target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import GPUS
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 from lowbit.pylib.tune.trial import rounding
 from lowbit.pylib.weights.packed import pack

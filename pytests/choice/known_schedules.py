@@ -8,7 +8,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.choice import schedule_for
 from lowbit.passes.scheduling.tables import Entry, Key, Table
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 
 HOPPER = parse_target("sm_90a")
 SPEC = MatmulSpec(n=6144, k=1536, weight="u4", group_size=128)

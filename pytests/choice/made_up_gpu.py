@@ -12,7 +12,7 @@ from typing import Any
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.tables import Entry
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Failed, kernel_id

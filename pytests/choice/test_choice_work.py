@@ -13,7 +13,8 @@ from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.scheduling.choice import Choice, Chooser
 from lowbit.passes.scheduling.tables import shipped_tables
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 
 HOPPER = parse_target("sm_90a")
 TARGETS = [parse_target(name) for name in ("sm_80", "sm_86", "sm_89", "sm_120")]

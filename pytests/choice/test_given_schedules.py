@@ -12,7 +12,7 @@ from lowbit.dialect.presets import PRESETS
 from lowbit.passes.kernels.permute.schedule import PermuteSchedule
 from lowbit.passes.kernels.registry import FAMILIES, schedule_from_dict
 from lowbit.passes.scheduling.tables import spelled_out
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import kernel_choices
 
 SPEC = lowbit.MatmulSpec(4096, 4096, "u4", 128)

@@ -16,7 +16,7 @@ from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.launch import COUNTERS
 from lowbit.passes.scheduling.choice import schedule_for
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 
 
 @pytest.mark.parametrize(

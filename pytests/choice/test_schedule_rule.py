@@ -18,7 +18,8 @@ from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.decode.search_space import all_schedules
 from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.scheduling.choice import TOKEN_TILES, Chooser, default_schedule, schedule_for
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 
 
 def rule(spec: MatmulSpec, target: Target) -> Iterator[tuple[int, KernelSchedule]]:

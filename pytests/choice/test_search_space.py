@@ -21,7 +21,7 @@ from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.scheduling.choice import Chooser, default_schedule, schedule_for
 from lowbit.passes.scheduling.tables import shipped_tables
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.tune import search_space
 from lowbit.pylib.tune.model_shapes import linear_sizes
 

@@ -18,7 +18,8 @@ from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode import cost_model
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.choice import default_schedule
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.tune import search_space
 from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem

@@ -13,7 +13,7 @@ from lowbit.passes.codegen import cubin as cubin_module
 from lowbit.passes.codegen.cubin import NvJitLink, Ptxas, assemble, assembler, emit_cubin, resource_usage
 from lowbit.passes.codegen.llvm import binding
 from lowbit.passes.codegen.ptx import emit_ptx
-from lowbit.passes.target import GPUS, parse_target
+from lowbit.passes.targets import GPUS, parse_target
 
 SHARED = """
 .version 8.0

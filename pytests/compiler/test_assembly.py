@@ -25,7 +25,7 @@ from lowbit.passes.kernels.registry import FAMILIES, request
 from lowbit.passes.opt.main import split_chunks
 from lowbit.passes.pipeline import passes_to
 from lowbit.passes.stages import GPU_STAGES
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.passes.tensor_programs import tensor_program
 
 U4 = MatmulSpec(256, 1024, "u4", group_size=128, zeros="int", bias=True)

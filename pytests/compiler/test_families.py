@@ -19,7 +19,8 @@ from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of, request, schedule_from_dict, schedule_to_dict
 from lowbit.passes.scheduling.choice import schedule_for, token_tiles
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import Artifacts
 
 HOPPER = parse_target("sm_90a")
@@ -103,7 +104,7 @@ def test_asking_families_loads_no_compiler(repo: Path) -> None:
         "from itertools import islice\n"
         "from lowbit.dialect.spec import MatmulSpec\n"
         "from lowbit.passes.kernels.registry import FAMILIES\n"
-        "from lowbit.passes.target import parse_target\n"
+        "from lowbit.passes.targets import parse_target\n"
         "for f in FAMILIES.values():\n"
         "    target = parse_target('sm_80' if f.name == 'prefill_mma' else 'sm_90a')\n"
         "    spec = MatmulSpec(64, 1024, 'u2', 128, compute='i8' if f.operation.startswith('quantize') else None)\n"

@@ -19,7 +19,7 @@ from lowbit.dialect.bindings import new_context
 from lowbit.dialect.irdl_export import irdl_text
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import Lowbit
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 
 TOOLS = ("mlir-opt", "heir-opt", "iree-opt", "torch-mlir-opt")
 """mlir-opt and its like; on PyPI in heir-py, iree-base-compiler and torch-mlir."""

@@ -19,7 +19,7 @@ from lowbit.passes.builder import Program
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.pipeline import CompiledKernel, lower_program, read_launches
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Instruction

@@ -19,7 +19,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import PARAM_TYPES, Extent, Param, parse_grid
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.launch import Launch
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.runtime.arguments import ArgumentBuffer, struct_layout
 
 PARAMS = (

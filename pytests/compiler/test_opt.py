@@ -15,7 +15,8 @@ from lowbit.passes.opt import main as opt
 from lowbit.passes.opt.diagnostics import Diagnostic, expectations, mismatches
 from lowbit.passes.opt.options import from_text, options
 from lowbit.passes.pipeline import PASSES
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 
 ADD_ZERO = """\
 func.func @f(%x: i32) -> i32 {

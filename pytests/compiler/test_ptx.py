@@ -13,7 +13,7 @@ from llvm_programs import PLAIN, SCALE, parse
 from lowbit.dialect.bindings import ir, passmanager
 from lowbit.dialect.errors import PassError, TargetError
 from lowbit.passes.codegen.ptx import emit_ptx, external_functions, translate
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 
 
 @pytest.mark.parametrize(("name", "version"), [("sm_80", "8.0"), ("sm_89", "8.4"), ("sm_90a", "8.6")])
@@ -41,7 +41,7 @@ def test_shared_addresses_have_32_bits(context: ir.Context) -> None:
 
 def test_ptx_is_the_same_in_every_process(repo: Path) -> None:
     code = (
-        "import sys; from lowbit.passes.codegen.ptx import emit_ptx; from passes.target import parse_target\n"
+        "import sys; from lowbit.passes.codegen.ptx import emit_ptx; from passes.targets import parse_target\n"
         "sys.stdout.write(emit_ptx(sys.stdin.read(), parse_target('sm_80')))"
     )
     done = subprocess.run(

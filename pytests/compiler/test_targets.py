@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from lowbit.dialect.errors import TargetError
-from lowbit.passes.target import parse_target, target_of_gpu
+from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.prefill.legality import check_schedule
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.targets import GPUS, parse_target, target_of_gpu
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,22 @@ def test_other_targets() -> None:
 def test_unknown_targets_list_the_known(name: str) -> None:
     with pytest.raises(TargetError, match=f"unknown target {name!r}; allowed: 'cpu', 'sm_80'.*'emulator'"):
         parse_target(name)
+
+
+def test_numbers_of_targets() -> None:
+    """Each has what predictions are made of, and no number is a part of what makes targets equal: caches stay valid."""
+    for target in GPUS:
+        assert target.costs.decode.clock > 0 and target.rates.memory > 1e5
+        assert target.most_multiprocessors >= target.multiprocessors
+        assert replace(target, rates=GPUS[0].rates, fitted=None) == target
+    with pytest.raises(TargetError, match="cpu has one program for every number of rows"):
+        _ = parse_target("cpu").costs
+
+
+def test_more_blocks_than_the_workspace_has_room_for() -> None:
+    spec, shared, hopper = MatmulSpec(4096, 4096, "u4"), PrefillSchedule(stream_k="all"), parse_target("sm_90a")
+    check_schedule(spec, shared, hopper)
+    larger = replace(hopper, most_multiprocessors=170)
+    with pytest.raises(SpecError, match="a workspace for 144 blocks, sm_90a runs more; take stream_k='off'"):
+        check_schedule(spec, shared, larger)
+    check_schedule(spec, PrefillSchedule(), larger)

@@ -29,7 +29,7 @@ from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.lower_dequant import LowerDequant
 from lowbit.passes.lowering.tables import words as table_words
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.torch_types import TORCH
 

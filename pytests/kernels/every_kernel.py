@@ -14,7 +14,7 @@ from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.pipeline import CompiledKernel
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.weights.packed import pack
 
 TOKENS = 20  # of the inputs; those of fewer tokens take the first

@@ -15,7 +15,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import check_schedule
 from lowbit.passes.kernels.decode.plan import always_uses_raw_codes
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 
 TOKENS = (8, 16, 32, 64, 128, 256)  # that a schedule can be for
 MOST_WORK = 64  # mma instructions per warp and step, if there is a choice: LLVM and the emulator take time

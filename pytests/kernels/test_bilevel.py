@@ -26,7 +26,7 @@ from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.weights.packed import PackedWeight, pack

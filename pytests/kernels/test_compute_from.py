@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 

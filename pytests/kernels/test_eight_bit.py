@@ -24,7 +24,7 @@ from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.lowering import byte_numbers
 from lowbit.passes.pipeline import compile_kernel
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH
 

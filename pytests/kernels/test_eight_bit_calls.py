@@ -14,7 +14,7 @@ from fake_pipeline import FakePipeline, pipeline
 from torch import Tensor
 
 import lowbit
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference import random_problem
 from lowbit.pylib.runtime import devices, eight_bit, gpu, quantizers

@@ -16,7 +16,7 @@ from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.quantize.schedule import QuantizeSchedule
 from lowbit.passes.kernels.registry import request
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.operator.calls import OperatorCalls
 from lowbit.pylib.reference import random_problem
 from lowbit.pylib.runtime.activation import quantize_rows

@@ -30,7 +30,7 @@ from lowbit.passes.kernels.prefill.legality import shared_bytes
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_inputs, random_problem, tolerance
 
 HOPPER = parse_target("sm_90a")

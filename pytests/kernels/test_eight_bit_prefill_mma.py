@@ -29,7 +29,8 @@ from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefill
 from lowbit.passes.kernels.prefill_mma.panels import CopiedPanels
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
-from lowbit.passes.target import GPUS, Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import GPUS, parse_target
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_inputs, random_problem, tolerance
 
 A100, L40S, HOPPER = (parse_target(name) for name in ("sm_80", "sm_89", "sm_90a"))

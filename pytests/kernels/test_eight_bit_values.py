@@ -20,7 +20,7 @@ from lowbit.passes.kernels.quantize.family import default_schedule, quantize_spe
 from lowbit.passes.kernels.quantize.schedule import QuantizeSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import compile_kernel
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.runtime.activation import in_column_order, quantize_in_torch, quantize_rows
 from lowbit.pylib.torch_types import TORCH

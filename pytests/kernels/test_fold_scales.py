@@ -33,7 +33,7 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
 from lowbit.passes.lowering import byte_numbers
 from lowbit.passes.scheduling.choice import schedule_for, token_tiles
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance

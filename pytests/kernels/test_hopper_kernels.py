@@ -31,7 +31,7 @@ from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.memory import DeviceMemory
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory

@@ -28,7 +28,7 @@ from lowbit.passes.lowering import integer_mma as lower_limbs
 from lowbit.passes.lowering.registry import RULES
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.passes.scheduling.choice import default_schedule
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import dequantize, matmul, random_problem
 from lowbit.pylib.torch_types import TORCH
 

@@ -41,7 +41,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.kernel import decode_matmul
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import lower_program
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import agrees, matmul, random_inputs, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune.trial import rounding

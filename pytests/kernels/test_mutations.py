@@ -34,7 +34,7 @@ from lowbit.passes.lowering.addressing import Access
 from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.registry import RULES
 from lowbit.passes.pipeline import CompiledKernel
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import matmul
 from lowbit.pylib.torch_types import TORCH
 

@@ -25,7 +25,7 @@ from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.legality import shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.weights import outliers

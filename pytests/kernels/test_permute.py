@@ -23,7 +23,8 @@ from lowbit.passes.kernels.permute.schedule import PermuteSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.lowering import memory
 from lowbit.passes.pipeline import compile_kernel
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.matmul import Matmul

@@ -28,7 +28,8 @@ from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
-from lowbit.passes.target import GPUS, Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import GPUS, parse_target
 from lowbit.pylib.build.choices import find_rows, rows_of_any_tokens
 from lowbit.pylib.reference import random_problem
 
@@ -198,7 +199,7 @@ def test_up_to_where_it_is_predicted_to_win(target: Target) -> None:
 
 def test_rows() -> None:
     """Up to 128 rows by launches of the decode kernels, then by one launch."""
-    rows = rows_of_any_tokens((1, 8, 16, 32, 64, 160, 256), (160, 256), most=256)
+    rows = rows_of_any_tokens((1, 8, 16, 32, 64, 160, 256), (160, 256), 128, most=256)
     found = {m: find_rows(rows, m).token_tiles for m in (64, 65, 100, 128, 129, 161, 256, 257)}
     assert found == {
         64: (64,),

@@ -27,7 +27,8 @@ from lowbit.passes.kernels.eight_bit_prefill.legality import spills
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.registry import FAMILIES, request
 from lowbit.passes.pipeline import compile_kernel
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
 
 NUMBERS: tuple[dict[str, Any], ...] = (
     {"scale": "f16"},

@@ -9,7 +9,7 @@ from compiled import compile_prepack
 
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.weights.memory_order import pack_codes, unpack_codes
 

@@ -17,7 +17,8 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Refill, Schedule
 from lowbit.passes.pipeline import CompiledKernel
-from lowbit.passes.target import GPUS, Target, parse_target
+from lowbit.passes.target import Target
+from lowbit.passes.targets import GPUS, parse_target
 
 # What decoding is made of: operations on bits and on pairs of 16-bit reals, and lookups in tables. A few percent are
 # the arithmetic of addresses.

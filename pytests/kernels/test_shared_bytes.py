@@ -27,7 +27,7 @@ from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.pipeline import compile_kernel
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.integrations.saved import saved_specs
 from lowbit.pylib.nn.embedding import LowbitEmbedding

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowbit
 from lowbit.passes.kernels.decode.plan import KernelPlan
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
 from lowbit.pylib.weights.packed import pack

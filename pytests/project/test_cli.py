@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lowbit import __version__ as version
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.stages import stages
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.main import app
 from lowbit.pylib.runtime.devices import memory_of_container

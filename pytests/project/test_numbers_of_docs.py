@@ -23,7 +23,8 @@ from lowbit.dialect import spec
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES
 from lowbit.passes.kernels.registry import FAMILIES
-from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
+from lowbit.passes.target import Target
+from lowbit.passes.targets import GPUS, parse_target, target_of_gpu
 from lowbit.pylib.checkpoints import checkpoint
 from lowbit.pylib.model_speed.measure import Measurement
 from lowbit.pylib.nn import quant_plan

@@ -22,7 +22,7 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
-from lowbit.passes.target import parse_target
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import matmul, random_inputs
 
 __all__ = ["pipeline"]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.costs import DecodeCosts, EngineCosts
 from lowbit.passes.kernels.base import SURE
-from lowbit.passes.kernels.decode.cost_model import CLOCK, REACH, SCALED, SCALED_WARPS, Costs, correction, decode_clocks
+from lowbit.passes.kernels.decode.cost_model import correction, decode_clocks
 from lowbit.passes.kernels.decode.plan import COLUMNS, IN_PLACE, KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
@@ -29,8 +30,12 @@ class Bounds:
     spec: MatmulSpec
     token_tile: int
     target: Target
-    costs: Costs
+    costs: EngineCosts
     wgmma: bool
+
+    @property
+    def _all(self) -> DecodeCosts:
+        return self.target.costs.decode
 
     def of_all(self) -> float:
         """Microseconds that no schedule is predicted to be below."""
@@ -38,7 +43,7 @@ class Bounds:
         x = self._x(spec.packing.row_blocks / _MOST_ROW_BLOCKS)
         arithmetic = self._arithmetic(_MOST_ROW_BLOCKS, math.inf, waits=self.wgmma)
         work = max(spec.bytes / costs.memory, spec.bytes / costs.l2 + x, arithmetic)
-        factor = min(correction(spec, self.token_tile, self.wgmma, cluster) for cluster in (1, 4))
+        factor = min(correction(spec, self.token_tile, self.wgmma, cluster, self._all) for cluster in (1, 4))
         return (work + costs.round + costs.block) * factor * SURE
 
     def of_shape(
@@ -52,7 +57,7 @@ class Bounds:
         spec, costs, target, warps = self.spec, self.costs, self.target, warps_n * warps_k
         cluster = split_k if target.has_clusters else 1
         tiles = -(-spec.packing.row_blocks // (row_blocks * warps_n))
-        waves = tiles * split_k / (target.multiprocessors * (REACH if cluster > 2 else 1.0))
+        waves = tiles * split_k / (target.multiprocessors * (self._all.reach if cluster > 2 else 1.0))
         beside = min(target.max_threads_per_sm // (32 * warps), waves)
         rounds = -(-spec.packing.padded_k // (step_k * warps_k * split_k))
         under_way = beside * row_blocks * warps * 16 * step_k * spec.packing.bits / 8 * min(rounds, _MOST_STAGES - 1)
@@ -65,7 +70,7 @@ class Bounds:
         if split_k > 1:
             ends += 2 * tiles * split_k * 16 * row_blocks * warps_n * sums * 4 / costs.l2
             ends += costs.split if cluster == 1 else costs.cluster * math.log2(cluster)
-        return (work + ends) * correction(spec, self.token_tile, self.wgmma, cluster) * SURE
+        return (work + ends) * correction(spec, self.token_tile, self.wgmma, cluster, self._all) * SURE
 
     def _x(self, tiles: float) -> float:
         """Microseconds to read x for every tile."""
@@ -84,8 +89,8 @@ class Bounds:
         read = spec.packing.bits / 2 + (0.0 if self.wgmma else mma / (4 * row_blocks))
         clocks = _clocks(mma, read, self._decoding) * math.hypot(1.0, costs.warps / warps)
         if self._may_scale_in_place:
-            clocks = min(clocks, _clocks(mma, read, SCALED) * math.hypot(1.0, SCALED_WARPS / warps))
-        time = spec.n * spec.k / 256 / self.target.multiprocessors * clocks / CLOCK
+            clocks = min(clocks, _clocks(mma, read, self._all.scaled) * math.hypot(1.0, self._all.scaled_warps / warps))
+        time = spec.n * spec.k / 256 / self.target.multiprocessors * clocks / self._all.clock
         return time * (costs.barrier * min(1.0, costs.per_warp) if waits and self.token_tile > 1 else 1.0)
 
     @property

@@ -139,7 +139,7 @@ def least_time(spec: MatmulSpec, token_tile: int, target: Target, family: Kernel
     """Microseconds that no candidate is predicted to be below."""
     integers = family.schedule_type.integer_mma
     kinds = {False, token_tile > 1 and can_use_wgmma(spec, target)}
-    return min(Bounds(spec, token_tile, target, costs_of(wgmma, integers), wgmma).of_all() for wgmma in kinds)
+    return min(Bounds(spec, token_tile, target, costs_of(target, wgmma, integers), wgmma).of_all() for wgmma in kinds)
 
 
 def _of_one_token(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[Candidates[S]]:
@@ -197,7 +197,7 @@ def _shaped(
     if not steps:
         return
     sums = 1 if integers or spread_k else max(8, tokens)
-    bounds = Bounds(spec, token_tile or tokens, target, costs_of(wgmma, integers), wgmma)
+    bounds = Bounds(spec, token_tile or tokens, target, costs_of(target, wgmma, integers), wgmma)
     for shape, split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
         row_blocks, warps_n, _ = shape
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * split_k

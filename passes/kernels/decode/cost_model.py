@@ -5,104 +5,20 @@ which every block reads for itself, through the L2 cache; and decoding, fragment
 warps. On top come the rounds of the pipeline, the start and end of a block, multiprocessors that the last blocks leave
 idle or half full, those that blocks of the next kernel crowding, and sums over splits.
 
-The constants are fitted to an H200 (2026-11), by what choosing with them loses: docs/tuning.md says to which timings,
-and how good the choices are. Times are only as right as comparing needs.
+Constants are those of a target (`DecodeCosts`). Times are only as right as comparing needs.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 from lowbit.dialect.formats.recipes import OFFSET_BITS
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.costs import DecodeCosts, EngineCosts
 from lowbit.passes.kernels.decode.legality import shared_room
 from lowbit.passes.kernels.decode.plan import COLUMNS, KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
-
-CLOCK = 1800.0  # of a multiprocessor, per microsecond
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Measured constants of one kind of kernel, in bytes per microsecond, microseconds and clocks."""
-
-    memory: float
-    l2: float
-    x: float  # of the time that reading x takes, which up to 32 tokens the weight has to wait
-    in_flight: float  # bytes of the weight that must be on their way to a multiprocessor for its share of the memory
-    warps: float  # on a multiprocessor, to hide the latency of arithmetic
-    round: float  # microseconds of a round,
-    block: float  # to start and end a block,
-    split: float  # until all splits are there: through device memory,
-    cluster: float  # and within a cluster of two; twice for four, three times for eight
-    tensor: float  # of two clocks per 16 x 16 weights and 8 tokens
-    crowding: float  # of the time, where as many blocks again fit as are needed
-    barrier: float  # times as long where warps share x and wait for one another
-    per_warp: float  # times that, where every warp refills its stages by itself
-    idle: float  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
-    tail: float  # of the time that they leave room beside them on a multiprocessor
-    scale: float  # of what scaling the sums of a group, or of a step of it, takes
-    decode: tuple[float, ...]  # clocks of a multiprocessor for 256 codes of 1 to 8 bits
-    decode_raw: float  # times as many, where codes are multiplied as they are stored
-    decode_float: float
-    decode_table: float  # clocks, whatever the bits
-
-
-MMA = Costs(
-    memory=4.7e6,
-    l2=4.8e6,
-    x=0.0,
-    in_flight=12e3,
-    warps=5.6,
-    round=0.047,
-    block=0.34,
-    split=3.2,
-    cluster=1.62,
-    tensor=1.15,
-    crowding=0.39,
-    barrier=1.5,
-    per_warp=1.0,
-    idle=0.61,
-    tail=0.16,
-    scale=0.54,
-    decode=(2.3, 2.6, 4.3, 4.55, 4.65, 5.6, 5.6, 5.4),
-    decode_raw=0.8,
-    decode_float=1.0,
-    decode_table=5.0,
-)
-WGMMA = Costs(
-    memory=5.4e6,
-    l2=11.5e6,
-    x=0.142,
-    in_flight=21.6e3,
-    warps=3.06,
-    round=0.129,
-    block=1.64,
-    split=12.7,
-    cluster=1.3,
-    tensor=0.39,
-    crowding=0.4,
-    barrier=1.436,
-    per_warp=0.927,
-    idle=0.681,
-    tail=0.512,
-    scale=1.29,
-    decode=(2.4, 1.94, 2.27, 2.53, 2.8, 2.61, 2.4, 3.68),
-    decode_raw=0.821,
-    decode_float=1.5,
-    decode_table=4.58,
-)
-INTEGER = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
-REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
-WIDE = 0.92  # times as long, for more than 64 tokens without clusters of four: fitted to tiles of 128 and 256,
-WIDE_BYTES = 1.17  # and for activations of 8 bits, to tiles of 128
-SCALED = 2.5  # clocks to decode 256 weights that factors of a step scale, and to scale them,
-SCALED_WARPS = 18.0  # and the warps on a multiprocessor that hide their latency
-LONE = 1.18  # times as long where blocks start and end alone on a multiprocessor, wave after wave (`spread_k`)
-SPREAD_START = 1.2  # microseconds more until blocks with `spread_k` have begun, as x is laid out over columns
-SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
 def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> float:
@@ -112,19 +28,20 @@ def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> f
     if not fitting:
         return math.inf
     launch = _Launch(spec, token_tile, s, target, fitting)
-    return (launch.work() + launch.ends()) * correction(spec, token_tile, s.wgmma, s.cluster)
+    return (launch.work() + launch.ends()) * correction(spec, token_tile, s.wgmma, s.cluster, target.costs.decode)
 
 
-def correction(spec: MatmulSpec, token_tile: int, wgmma: bool, cluster: int) -> float:
+def correction(spec: MatmulSpec, token_tile: int, wgmma: bool, cluster: int, costs: DecodeCosts) -> float:
     """A factor for more than 64 tokens, with which times are comparable to those of the prefill kernels."""
     if token_tile <= 64 or not wgmma:
         return 1.0
-    return WIDE_BYTES if spec.compute else WIDE if cluster <= 2 else 1.0
+    return costs.wide_bytes if spec.compute else costs.wide if cluster <= 2 else 1.0
 
 
-def costs_of(wgmma: bool, integer_mma: bool) -> Costs:
-    """The constants of a kind of kernel."""
-    return WGMMA if wgmma else INTEGER if integer_mma else MMA
+def costs_of(target: Target, wgmma: bool, integer_mma: bool) -> EngineCosts:
+    """Returns the constants of kernels with an engine."""
+    costs = target.costs.decode
+    return costs.wgmma if wgmma else costs.integer if integer_mma else costs.mma
 
 
 class _Launch:
@@ -133,9 +50,9 @@ class _Launch:
     def __init__(self, spec: MatmulSpec, token_tile: int, s: Schedule, target: Target, fitting: int) -> None:
         """fitting: blocks that a multiprocessor has room for."""
         self.spec, self.token_tile, self.schedule, self.fitting = spec, token_tile, s, fitting
-        self.costs = costs_of(s.wgmma, s.integer_mma)
+        self.costs, self.all = costs_of(target, s.wgmma, s.integer_mma), target.costs.decode
         self.plan, self.processors = KernelPlan(spec, s), target.multiprocessors
-        self.waves = self.plan.tiles * s.split_k / (self.processors * (REACH if s.cluster > 2 else 1.0))
+        self.waves = self.plan.tiles * s.split_k / (self.processors * (self.all.reach if s.cluster > 2 else 1.0))
         self.side_by_side = min(fitting, self.waves)
         self.in_place = self.plan.sums_in_place and bool(self.plan.step_factors)
         self.x = self.plan.tiles * token_tile * spec.k * spec.x.bytes / self.costs.l2
@@ -168,11 +85,11 @@ class _Launch:
     def arithmetic(self) -> float:
         """Decoding and products, the slower the fewer warps hide each other's waiting."""
         s, spec, costs = self.schedule, self.spec, self.costs
-        warps = SCALED_WARPS if self.in_place else costs.warps
-        arithmetic = spec.n * spec.k / 256 / self.processors * self.clocks() / CLOCK / min(1.0, self.waves)
+        warps = self.all.scaled_warps if self.in_place else costs.warps
+        arithmetic = spec.n * spec.k / 256 / self.processors * self.clocks() / self.all.clock / min(1.0, self.waves)
         arithmetic *= math.hypot(1.0, warps / (max(1.0, self.side_by_side) * s.threads / 32))
         if s.spread_k and self.fitting == 1 and self.waves > 1:
-            arithmetic *= LONE
+            arithmetic *= self.all.lone
         if s.warps_n > 1 and self.token_tile > 1:
             arithmetic *= costs.barrier * (costs.per_warp if s.refill == "per_warp" else 1.0)
         return arithmetic
@@ -201,8 +118,8 @@ class _Launch:
         """Clocks of the integer units: decoding, splitting x into limbs, and scaling."""
         s, spec, costs = self.schedule, self.spec, self.costs
         if self.in_place:
-            return SCALED
-        decode = decode_clocks(self.plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
+            return self.all.scaled
+        decode = decode_clocks(self.plan, costs) + (self.all.split_limbs / s.row_blocks if s.integer_mma else 0.0)
         if spec.group_size:  # sums or, where that is less, weights are scaled
             scaled = 1.0 if self.plan.rounds_scales else s.mma_columns / min(spec.group_size, s.step_k)
             scaled /= COLUMNS if s.spread_k else 1
@@ -212,7 +129,7 @@ class _Launch:
     def ends(self) -> float:
         """The time of blocks before their first round and after the last; splits add up their sums."""
         s, costs = self.schedule, self.costs
-        ends = costs.block * max(1.0, self.waves / self.side_by_side) + (SPREAD_START if s.spread_k else 0.0)
+        ends = costs.block * max(1.0, self.waves / self.side_by_side) + (self.all.spread_start if s.spread_k else 0.0)
         if s.split_k == 1:
             return ends
         sums = 2 * self.plan.tiles * s.split_k * s.rows * s.columns * 4 / costs.l2
@@ -287,7 +204,7 @@ def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     return min(fitting, most or fitting)
 
 
-def decode_clocks(plan: KernelPlan, costs: Costs) -> float:
+def decode_clocks(plan: KernelPlan, costs: EngineCosts) -> float:
     """Clocks of a multiprocessor to decode 256 codes."""
     spec = plan.spec
     if spec.dtype.kind == "table":

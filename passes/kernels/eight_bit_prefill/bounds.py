@@ -5,29 +5,33 @@ from __future__ import annotations
 from functools import lru_cache
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.costs import EightBitPrefillCosts
 from lowbit.passes.kernels.eight_bit_prefill import cost_model
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.prefill.bounds import Bounds, Round
+from lowbit.passes.target import Target
 
 _PANELS = ((128, 256), (256, 64))  # columns, and the most tokens of a tile with such panels
 
 
 @lru_cache(maxsize=64)
-def eight_bit_prefill_bounds(spec: MatmulSpec) -> Bounds:
+def eight_bit_prefill_bounds(spec: MatmulSpec, target: Target) -> Bounds:
     """Returns the bounds of the eight_bit_prefill family."""
+    costs = target.costs.eight_bit_prefill
 
     def whole(time: float) -> float:
-        return max(time, spec.bytes / cost_model.MEMORY)
+        return max(time, spec.bytes / costs.memory)
 
-    rounds = tuple(_round(EightBitPrefillPlan(spec, EightBitPrefillSchedule(panel_k=p)), most) for p, most in _PANELS)
-    model = cost_model
-    return Bounds(rounds, model.LAUNCH, model.END_PER_TOKEN, model.EXCHANGE, model.MULTICAST, 0.0, whole)
+    plans = ((EightBitPrefillPlan(spec, EightBitPrefillSchedule(panel_k=p)), most) for p, most in _PANELS)
+    rounds = tuple(_round(plan, most, costs) for plan, most in plans)
+    times = costs.launch, costs.end_per_token, costs.exchange, costs.multicast, 0.0
+    return Bounds(target.costs.prefill, rounds, *times, whole)
 
 
-def _round(plan: EightBitPrefillPlan, most_tokens: int) -> Round:
+def _round(plan: EightBitPrefillPlan, most_tokens: int, costs: EightBitPrefillCosts) -> Round:
     @lru_cache(maxsize=64)
     def time(tokens: int) -> float:
-        return cost_model.time_of_round(plan, tokens)
+        return cost_model.time_of_round(plan, tokens, costs)
 
     return Round(plan.step, most_tokens, time)

@@ -18,8 +18,8 @@ from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill.cuts import with_cuts
-from lowbit.passes.kernels.prefill.family import FEW, kinds, shared_kinds
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
+from lowbit.passes.kernels.prefill.family import kinds, shared_kinds
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 from lowbit.passes.target import Target
 
@@ -69,13 +69,14 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
     def _groups(
         self, spec: MatmulSpec, token_tile: int, target: Target, every: Iterable[EightBitPrefillSchedule]
     ) -> Iterator[Candidates[EightBitPrefillSchedule]]:
-        bounds = eight_bit_prefill_bounds(spec)
+        bounds = eight_bit_prefill_bounds(spec, target)
         for kind in every:
             least = bounds.of_kind(spec, kind, token_tile, target)
             yield Candidates(least, partial(self._of_kind, spec, token_tile, target, kind))
 
     def least_time(self, spec: MatmulSpec, token_tile: int, target: Target) -> float:
-        return eight_bit_prefill_bounds(spec).of_all(spec, token_tile, target, shares=token_tile <= FEW)
+        shares = token_tile <= target.thresholds.sharing
+        return eight_bit_prefill_bounds(spec, target).of_all(spec, token_tile, target, shares=shares)
 
     def _of_kind(
         self, spec: MatmulSpec, token_tile: int, target: Target, kind: EightBitPrefillSchedule

@@ -53,7 +53,7 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target)
     if why := _misfit(plan, target):
         raise SpecError(f"schedule: {why}")
     check_weight(plan)
-    check_split(plan)
+    check_split(plan, target)
     check_shared(plan, shared_bytes(plan), target)
 
 

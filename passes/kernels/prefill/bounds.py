@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.costs import PrefillCosts
 from lowbit.passes.kernels.base import SURE
 from lowbit.passes.kernels.prefill import cost_model
-from lowbit.passes.kernels.prefill.cost_model import DEEP, MEETING, SHARED_X, clusters, late, margin, sent, streamed
+from lowbit.passes.kernels.prefill.cost_model import clusters, late, margin, sent, streamed
 from lowbit.passes.kernels.prefill.plan import PrefillPlan, shares_of
 from lowbit.passes.kernels.prefill.schedule import CLUSTERS, WARPS, PrefillSchedule
 from lowbit.passes.target import Target
 
 _SMALLEST, _WIDEST, _SLICE = 32, 256, 16  # tokens of tiles and, at least, of slices
-_SHARING = DEEP * SHARED_X
 _PANELS = ((64, 4), (128, 4), (256, 4), (128, 8))  # columns and stages that candidates have
 _REGISTERS = 240  # of a thread, for sums, fragments and codes
 
@@ -44,8 +44,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a family's prediction is made of, for one spec.
+    """What a family's prediction is made of, for one spec and target.
 
+    costs      those that all families for many tokens have
     rounds     with every kind of panels
     launch     microseconds of a launch
     end        microseconds of the end of a tile, per token
@@ -55,6 +56,7 @@ class Bounds:
     whole      microseconds in all, from those of the tiles and their launch
     """
 
+    costs: PrefillCosts
     rounds: tuple[Round, ...]
     launch: float
     end: float
@@ -68,7 +70,7 @@ class Bounds:
         blocks, k = max(1, clusters(s, target)), spec.packing.padded_k
         tiles = PrefillPlan(spec, s).tiles(tokens)
         if s.streams:
-            return self.whole(self.launch + self._shared(s, k, tiles, blocks)) * margin(s) * SURE
+            return self.whole(self.launch + self._shared(s, k, tiles, blocks)) * margin(s, self.costs) * SURE
         full, left = divmod(tiles, blocks)
         pace = self._pace(s, full, left / blocks)
         whole = self._tile(s.tokens, s.split_k, k, pace)
@@ -79,9 +81,9 @@ class Bounds:
         """Microseconds that no schedule is predicted to be below. shares: whether blocks may share rounds."""
         k, wide = spec.packing.padded_k, min(_WIDEST, tokens)
         tiles = spec.packing.row_blocks / WARPS * tokens / wide
-        work = min(k / r.step * r.time(wide) for r in self.rounds) * tiles * _SHARING / target.multiprocessors
+        work = min(k / r.step * r.time(wide) for r in self.rounds) * tiles * self._sharing / target.multiprocessors
         time = max(work, min(self._tile(_SMALLEST, split_k, k, 1 - self.idle) for split_k in CLUSTERS))
-        share = MEETING + max(work, min(r.time(_SLICE) for r in self.rounds) * _SHARING)
+        share = self.costs.meeting + max(work, min(r.time(_SLICE) for r in self.rounds) * self._sharing)
         return self.whole(self.launch + (min(time, share) if shares else time)) * SURE
 
     def _pace(self, s: PrefillSchedule, full: int, busy: float) -> float:
@@ -94,7 +96,8 @@ class Bounds:
         """Microseconds of a tile or slice of so many tokens, whose k is split."""
         share, whole = tokens / split_k, int(tokens)
         rounds = min(r.of_tile(k / split_k) * r.time(whole) for r in self._fitting(whole))
-        return rounds * pace + self.end * share + (self.exchange + sent(share, split_k) if split_k > 1 else 0.0)
+        exchange = self.exchange + sent(share, split_k, self.costs) if split_k > 1 else 0.0
+        return rounds * pace + self.end * share + exchange
 
     def _cut(self, s: PrefillSchedule, whole: float, k: int, pace: float, busy: float) -> float:
         """Microseconds of the last wave, whose tiles may be cut into slices that all find a block."""
@@ -105,10 +108,16 @@ class Bounds:
 
     def _shared(self, s: PrefillSchedule, k: int, tiles: int, blocks: int) -> float:
         """Microseconds of tiles whose rounds blocks share."""
+        end = self.end * s.tokens
         return min(
-            streamed(s, shares_of(tiles, r.of_tile(k), blocks, s.stream_k), r.time(s.tokens), self.end * s.tokens)
+            streamed(s, shares_of(tiles, r.of_tile(k), blocks, s.stream_k), r.time(s.tokens), end, self.costs)
             for r in self._fitting(s.tokens)
         )
+
+    @property
+    def _sharing(self) -> float:
+        """Times as long rounds take, at least, that blocks share."""
+        return self.costs.deep * self.costs.shared_x
 
     def _fitting(self, tokens: int) -> Iterator[Round]:
         """Those of the rounds for whose tiles there may be registers: the narrowest in any case."""
@@ -117,23 +126,24 @@ class Bounds:
 
 
 @lru_cache(maxsize=64)
-def prefill_bounds(spec: MatmulSpec) -> Bounds:
+def prefill_bounds(spec: MatmulSpec, target: Target) -> Bounds:
     """Returns the bounds of the prefill family."""
+    costs = target.costs.prefill
 
     def whole(time: float) -> float:
-        return cost_model.with_memory(spec, time)
+        return cost_model.with_memory(spec, time, costs)
 
-    rounds = tuple(_round(PrefillPlan(spec, PrefillSchedule(panel_k=p, num_stages=n))) for p, n in _PANELS)
-    model = cost_model
-    return Bounds(rounds, model.LAUNCH, model.END_PER_TOKEN, model.EXCHANGE, model.MULTICAST, model.IDLE, whole)
+    rounds = tuple(_round(PrefillPlan(spec, PrefillSchedule(panel_k=p, num_stages=n)), costs) for p, n in _PANELS)
+    times = costs.launch, costs.end_per_token, costs.exchange, costs.multicast, costs.idle
+    return Bounds(costs, rounds, *times, whole)
 
 
-def _round(plan: PrefillPlan) -> Round:
-    deep = DEEP if plan.schedule.num_stages == 8 else 1.0
+def _round(plan: PrefillPlan, costs: PrefillCosts) -> Round:
+    deep = costs.deep if plan.schedule.num_stages == 8 else 1.0
     codes, panel_k = plan.step * plan.spec.packing.bits // 64, plan.schedule.panel_k
 
     @lru_cache(maxsize=64)
     def time(tokens: int) -> float:
-        return plan.panels * cost_model.time_of_panel(plan.spec, panel_k, tokens) * deep
+        return plan.panels * cost_model.time_of_panel(plan.spec, panel_k, tokens, costs) * deep
 
     return Round(plan.step, 2 * (_REGISTERS - panel_k // 2 - codes) + 1, time)

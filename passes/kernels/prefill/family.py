@@ -27,7 +27,6 @@ TOKEN_TILES = (
 )
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
-FEW = 512  # tokens up to which sharing rounds was measured to gain something
 _TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
 
 
@@ -58,13 +57,14 @@ class Prefill(PersistentFamily[PrefillSchedule]):
     def _groups(
         self, spec: MatmulSpec, token_tile: int, target: Target, every: Iterable[PrefillSchedule]
     ) -> Iterator[Candidates[PrefillSchedule]]:
-        bounds = prefill_bounds(spec)
+        bounds = prefill_bounds(spec, target)
         for kind in every:
             least = bounds.of_kind(spec, kind, token_tile, target)
             yield Candidates(least, partial(self._of_kind, spec, token_tile, target, kind))
 
     def least_time(self, spec: MatmulSpec, token_tile: int, target: Target) -> float:
-        return prefill_bounds(spec).of_all(spec, token_tile, target, shares=token_tile <= FEW)
+        shares = token_tile <= target.thresholds.sharing
+        return prefill_bounds(spec, target).of_all(spec, token_tile, target, shares=shares)
 
     def _of_kind(
         self, spec: MatmulSpec, token_tile: int, target: Target, kind: PrefillSchedule
@@ -136,7 +136,7 @@ def kinds(type_: type[S], tiles: Sequence[int], spec: MatmulSpec, tokens: int, t
 def shared_kinds(type_: type[S], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:
     """Yields those of `kinds` whose blocks have equal shares of all rounds, where tiles do not come out even: as small
     tiles as so many tokens need, and those of one more tile of tokens."""
-    if tokens > FEW:
+    if tokens > target.thresholds.sharing:
         return
     fewest = -(-tokens // 256)
     sizes = {type_.least_share * -(-tokens // (count * type_.least_share)) for count in (fewest, fewest + 1)}

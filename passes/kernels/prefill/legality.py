@@ -10,7 +10,7 @@ from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
+from lowbit.passes.kernels.prefill.plan import MOST_BLOCKS, PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.kernels.requirements import fits_async_x, scale_table
 from lowbit.passes.target import Target
@@ -58,11 +58,11 @@ def check_plan(plan: PrefillPlan, needed: int, target: Target) -> None:
     """Raises SpecError where a kernel that needs so many bytes of shared memory does not fit a spec or a target."""
     if why := _misfit(plan.spec):
         raise SpecError(f"schedule: {why}; {OTHERS}")
-    check_split(plan)
+    check_split(plan, target)
     check_shared(plan, needed, target)
 
 
-def check_split(plan: PrefillPlan) -> None:
+def check_split(plan: PrefillPlan, target: Target) -> None:
     """Raises SpecError where blocks cannot split k."""
     s = plan.schedule
     unlike = {"split_k": 1, "last_split_k": 1, "stream_k": "off"}
@@ -72,6 +72,8 @@ def check_split(plan: PrefillPlan) -> None:
     split, instead = f"schedule: {field}={getattr(s, field)!r}", f"take {field}={unlike[field]!r}"
     if s.split_k > 1 and s.cluster > 1:
         raise SpecError(f"{split} needs cluster=1, got {s.cluster}: blocks of a cluster share x or split k")
+    if s.streams and target.most_multiprocessors > MOST_BLOCKS:
+        raise SpecError(f"{split} has a workspace for {MOST_BLOCKS} blocks, {target} runs more; {instead}")
     if plan.spec.outliers:
         raise SpecError(f"{split} does not fit outliers, which are found from the first column on; {instead}")
 

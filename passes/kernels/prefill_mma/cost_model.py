@@ -10,46 +10,15 @@ faster way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.costs import Rates
 from lowbit.passes.kernels.base import SURE
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.target import Target
 
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of the usual GPU of an architecture, at its boost clock.
-
-    mma      multiply-adds of f16 with sums in f32 per clock and multiprocessor, by mma.sync
-    vendor   the same by the instructions that the vendor's library uses
-    clock    clocks per microsecond
-    memory   bytes per microsecond
-    cache    bytes of the L2 cache
-    """
-
-    mma: float
-    vendor: float
-    clock: float
-    memory: float
-    cache: float
-
-
-# By compute capability. mma.sync on Hopper has 62 % of wgmma's rate; on sm_100 and sm_103 nothing is published, and
-# that of the A100 is assumed.
-RATES = {
-    80: Rates(1024, 1024, 1410, 1.56e6, 40e6),
-    86: Rates(512, 512, 1740, 0.70e6, 6e6),
-    87: Rates(1024, 1024, 1300, 0.20e6, 4e6),
-    89: Rates(512, 512, 2520, 0.86e6, 96e6),
-    90: Rates(1270, 2048, 1755, 3.35e6, 50e6),
-    100: Rates(1024, 4096, 1850, 8.0e6, 126e6),
-    103: Rates(1024, 4096, 1850, 8.0e6, 126e6),
-    120: Rates(256, 256, 2410, 1.79e6, 96e6),
-}
 _SCHEDULERS = 4  # of a multiprocessor: each has a quarter of the tensor cores, and issues an instruction a clock
 _PRODUCT = 16 * 8 * 16  # multiply-adds of an mma.sync of f16
 _DECODE = {"int": 13.0, "uint": 13.0, "float": 20.0, "table": 20.0}  # instructions for a fragment of 16 x 16 weights
@@ -63,11 +32,6 @@ _END, _END_PER_TOKEN = 800.0, 8.0  # clocks of the end of a tile
 _CACHED = 3.0  # times the memory's rate, where the L2 cache holds what was written
 _NO_TEMPORARY = 1.1  # times as long a launch may take that needs no memory for the weight as numbers
 _LAUNCH = 4.0  # microseconds from a launch until its first product, without programmatic dependent launch
-
-
-def rates_of(target: Target) -> Rates:
-    """The rates of a target; a capability that is not listed counts as the next lower one."""
-    return RATES[max(capability for capability in RATES if capability <= target.capability)]
 
 
 def predict(spec: MatmulSpec, tokens: int, s: PrefillMmaSchedule, target: Target) -> float:
@@ -87,21 +51,21 @@ def predict_tiles(plan: PrefillMmaPlan, tokens: int, beside: float, target: Targ
 
 def clocks_of_tile(plan: PrefillMmaPlan, beside: float, target: Target) -> float:
     """Clocks of a tile, whatever the tokens of a launch."""
-    s, of_products = plan.schedule, _clocks_of_products(plan, beside, rates_of(target))
+    s, of_products = plan.schedule, _clocks_of_products(plan, beside, target.rates)
     panel = s.panel_k // plan.spec.x.mma_k * of_products + _PER_PANEL
     return plan.rounds * plan.panels * panel + _END + _END_PER_TOKEN * s.tokens
 
 
 def least_time_of_tiles(plan: PrefillMmaPlan, tokens: int, beside: float, most_k: int, target: Target) -> float:
     """Microseconds that a launch is predicted to take at least, with panels of up to `most_k` columns."""
-    of_column = _clocks_of_products(plan, beside, rates_of(target)) / plan.spec.x.mma_k + _PER_PANEL / most_k
+    of_column = _clocks_of_products(plan, beside, target.rates) / plan.spec.x.mma_k + _PER_PANEL / most_k
     tile = plan.spec.packing.padded_k * of_column + _END + _END_PER_TOKEN * plan.schedule.tokens
     return _time_of_tiles(plan, tokens, tile, target) * SURE
 
 
 def _time_of_tiles(plan: PrefillMmaPlan, tokens: int, tile: float, target: Target) -> float:
     """Microseconds of a launch whose tiles take so many clocks each."""
-    rates, tiles = rates_of(target), plan.row_tiles * -(-tokens // plan.schedule.tokens)
+    rates, tiles = target.rates, plan.row_tiles * -(-tokens // plan.schedule.tokens)
     waves = -(-tiles // target.multiprocessors)
     return _LAUNCH + max(waves * tile / rates.clock, plan.spec.bytes / rates.memory)
 
@@ -131,7 +95,7 @@ def worthwhile(costs: Sequence[tuple[PrefillMmaPlan, float]], spec: MatmulSpec, 
 def predict_vendor(spec: MatmulSpec, tokens: int, target: Target) -> float:
     """About how many microseconds it takes to write the weight out and to multiply it by the vendor's library, whose
     tiles come in waves as well."""
-    rates, dense = rates_of(target), spec.n * spec.k * spec.x.bytes
+    rates, dense = target.rates, spec.n * spec.k * spec.x.bytes
     reach = rates.memory * (_CACHED if dense < rates.cache / 2 else 1.0)
     out = spec.bytes / rates.memory + dense / reach
     row_tiles, of_tile = -(-spec.n // ROWS_OF_TILE), ROWS_OF_TILE * spec.k / (rates.vendor * _SUSTAINED * rates.clock)
