@@ -217,13 +217,13 @@ class Matmul:
     def _by_operator(self, x: Tensor, w: PackedWeight, residual: Tensor | None) -> Tensor:
         """Returns what a call gives, as an operator of torch: recorded, differentiated, or run on other kinds of
         tensors, such as a view that negates."""
-        with sizes_as_numbers():
-            check_residual(self.spec, x.shape, x.device, residual)
         if is_dynamo_compiling() or not _is_tracing():
             check_call(self.spec, x, w)
             check_transforms(x)
         else:  # sizes are tensors to torch.jit.trace: the operator checks x
             check_weight(self.spec, w)
+        with sizes_as_numbers():
+            check_residual(self.spec, x.shape, x.device, residual)
         return torch.ops.lowbit.matmul.packed(x, _operands(w, residual), self.description)
 
     def _of_quantized(

@@ -85,7 +85,7 @@ def tolerance(
     if spec.permuted:
         x = f64(x)[:, f64(others["permutation"]).astype(int)]
     error = _accumulated(spec, x, codes, scale, zero, sparse, dequantized, rounded_zeros)
-    if rounded_outliers:
+    if rounded_outliers and spec.outliers:
         error += _outlier_error(spec, x, sparse, scale * zero if spec.zeros == "float" else offset)
     if offset.any():
         error += _offset_error(spec, x, offset, dequantized)

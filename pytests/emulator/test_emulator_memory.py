@@ -12,6 +12,8 @@ from emulator_shared_memory import RNG, SMEM, TID16, fails
 
 from lowbit.dialect.errors import EmulatorError
 from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.emulator.machine.faults import Fault
+from lowbit.pylib.emulator.machine.memory import DeviceMemory
 
 
 @pytest.mark.parametrize(
@@ -325,3 +327,18 @@ def test_a_half_that_nothing_writes_is_nan() -> None:
 def test_header_is_not_needed_twice() -> None:
     with pytest.raises(EmulatorError, match="unknown directive"):
         Emulator(HEADER + ".tex .u64 t;")
+
+
+def test_a_load_that_ends_beyond_its_array() -> None:
+    """Its numbers there are NaN; one that begins there, and a store, are out of bounds."""
+    memory, lane = DeviceMemory(), np.zeros(1, np.int64)
+    at = np.array([memory.add("three", 12, np.arange(3, dtype=np.float32))])
+    memory.allocate()
+    row = memory.read(lane, at, 16)[0].view(np.float32)
+    assert row[:3].tolist() == [0, 1, 2] and np.isnan(row[3])
+    with pytest.raises(Fault, match=r"out of bounds: 4 bytes at .* = byte 12 of `three`, which has 12 bytes"):
+        memory.read(lane, at + 12, 4)
+    with pytest.raises(Fault, match="out of bounds: 16 bytes"):
+        memory.write(lane, at, np.zeros((1, 16), np.uint8))
+    with pytest.raises(Fault, match="out of bounds: 16 bytes"):
+        memory.read(lane, at, 16, atomic=True)

@@ -195,7 +195,8 @@ def integer_cases() -> list[Case]:
         "scale": ("f16", "bf16", "f32", "e8m0", "e4m3"),
     }
     rows = (dict(zip(factors, row)) for row in AllPairs(list(factors.values())))
-    specs = ((_spec(PLAIN | {"k": 256} | row), row["target"]) for row in rows)
+    coarse = {"act": "f16", "out": "bf16", "group_size": 128, "target": "emulator:sm_80"}
+    specs = ((_spec(PLAIN | {"k": 256} | row), row["target"]) for row in (*rows, coarse))
     kinds = itertools.cycle((IntegerSchedule(1, 1, 1, 2, 256, 2), IntegerSchedule(1, 2, 1, 1, 256, 2)))
     return [Case(spec, target, 1, seed, next(kinds)) for seed, (spec, target) in enumerate(specs)]
 
@@ -225,7 +226,18 @@ def covering_array() -> CoveringArray:
         if five not in fives and (choice := _choice_of_five(five, rows, rng)):
             add(choice)
     rng.shuffle(choices)
-    return CoveringArray(choices)
+    return CoveringArray([*choices, *_coarse_choices()])
+
+
+def _coarse_choices() -> Iterator[Choice]:
+    """Yields choices, for every place, of results so coarse that rounding them wrongly shows."""
+    plain = {"epilogue": None, "outliers": False, "zeros": "none", "weight": "u4", "k": 64, "out": "bf16"}
+    for place in FACTORS["place"]:
+        for products in ({"act": "f16", "compute": None}, {"compute": "i8"}):
+            if choice := completed(plain | products | {"place": place}):
+                yield choice
+    written_out = {"act": "f16", "k": 260, "group_size": None, "place": ("emulator:sm_80", 200)}
+    yield from filter(legal, [PLAIN | plain | written_out])
 
 
 def _at_random_place(wanted: Choice, rng: random.Random) -> Choice | None:

@@ -154,7 +154,8 @@ def test_a_wrong_rounding_is_found(family: str, monkeypatch: pytest.MonkeyPatch)
 
     def shows(spec: MatmulSpec) -> bool:
         coarse = (spec.act, spec.out_dtype) == ("f16", "bf16") and not spec.compute
-        return coarse or (spec.compute == "i8" and spec.out_dtype != "f32")
+        plain = not spec.epilogue and not spec.outliers
+        return plain and (coarse or (spec.compute == "i8" and spec.out_dtype != "f32"))
 
     assert is_found(cases_of(family, shows))
 
@@ -172,4 +173,4 @@ def test_a_power_of_two_that_codes_lack_is_found(monkeypatch: pytest.MonkeyPatch
 
 def is_found(cases: Iterable[Case]) -> bool:
     """Tells whether one of the first cases is wrong."""
-    return any(try_case(case).verdict == "wrong" for case in itertools.islice(cases, 6))
+    return any(try_case(case).verdict == "wrong" for case in itertools.islice(cases, 12))

@@ -3,6 +3,10 @@
 All accesses are bulk: `lanes[i]` reads or writes `size` bytes at `address[i]` (int64), as a row of uint8. Every
 access is checked for alignment and bounds. Device arrays lie gigabytes apart, so that an index that leaves
 its array hits nothing, and above 4 GiB, so that a truncated pointer is found out too.
+
+A load whose first byte is inside may end beyond its array: that much lies in the same 16 bytes, which hardware loads as
+one, and LLVM makes such loads of several shorter ones. What is beyond are ones, NaN in every type of floats, so a
+kernel that uses them shows it.
 """
 
 from __future__ import annotations
@@ -55,6 +59,9 @@ class DeviceMemory:
 
     def allocate(self) -> None:
         self.data = np.zeros(self._size, np.uint8)
+        sizes = [end - start for start, end in zip(self.starts, self.ends)]
+        for size, offset, following in zip(sizes, self.offsets, [*self.offsets[1:], self._size]):
+            self.data[offset + size : following] = 0xFF
         self.written = np.zeros(self._size, np.bool_)  # by this launch
         self.races = DeviceRaces(self._size, self._name_of) if self.racecheck else None
         for host, offset in zip(self.hosts, self.offsets):
@@ -81,22 +88,26 @@ class DeviceMemory:
                 flat = host.reshape(-1).view(np.uint8)
                 flat[:] = self.data[offset : offset + flat.size]
 
-    def locate(self, lanes: Array, address: Array, size: int, align: int | None = None) -> tuple[Array, list[int]]:
-        """Offsets into `data` of accesses that lie in one array each, and the arrays' numbers."""
+    def locate(
+        self, lanes: Array, address: Array, size: int, align: int | None = None, inside: int | None = None
+    ) -> tuple[Array, list[int]]:
+        """Offsets into `data` of accesses that lie in one array each, and the arrays' numbers. inside: how many of
+        their bytes have to, at least; None: all."""
+        reach = inside or size
         if not len(address):
             return address, []
         align = align or size
         require(address & (align - 1) == 0, lanes, f"an address that is not a multiple of {align}")
-        low, high = int(address.min()), int(address.max()) + size
+        low, high = int(address.min()), int(address.max()) + reach
         number = bisect_right(self.starts, low) - 1
         if number >= 0 and high <= self.ends[number]:
             return address - (self.starts[number] - self.offsets[number]), [number]
         if not self.starts:
             raise Fault(self.describe(low, size), int(lanes[0]))
         index = np.searchsorted(self._starts, address, "right") - 1
-        inside = (index >= 0) & (address + size <= self._ends[index])
-        if not inside.all():
-            first = int(np.flatnonzero(~inside)[0])
+        found = (index >= 0) & (address + reach <= self._ends[index])
+        if not found.all():
+            first = int(np.flatnonzero(~found)[0])
             raise Fault(self.describe(int(address[first]), size), int(lanes[first]))
         return address - self._shift[index], np.unique(index).tolist()
 
@@ -116,7 +127,7 @@ class DeviceMemory:
     ) -> Array:
         """`constant`: by `ld.global.nc`, whose cache does not see what this launch stores. `atomic`: a write
         follows."""
-        offset, arrays = self.locate(lanes, address, size)
+        offset, arrays = self.locate(lanes, address, size, inside=size if atomic else 1)
         if not atomic:
             self.note_read(lanes, _bytes(offset, size))
         if constant and any(self.stored[i] for i in arrays):
