@@ -128,7 +128,7 @@ def test_rows_just_above_two_waves_are_cut(m: int, choices: dict[str, Any]) -> N
     assert best.last_tokens or best.streams
     family = family_of(best)
     found = [s for s in family.candidates(spec, m, HOPPER) if not s.streams]
-    time = {s: family.predict(spec, m, s, HOPPER) / margin(s) for s in found}
+    time = {s: family.predict(spec, m, s, HOPPER) / margin(s, HOPPER.costs.prefill) for s in found}
     whole = min(time[s] for s in found if not s.last_tokens)
     assert min(time[s] for s in found if s.last_tokens) < 0.953 * whole
 
