@@ -1,9 +1,8 @@
 """Declares `torch.ops.lowbit.matmul` to torch, so that it can be traced: schema, shape of the result, gradient.
 
 It takes x, the tensors of `spec.call_operands`, a weight's and perhaps a residual, and the matmul: spec, target and
-schedule as JSON.
-So a graph that holds it can be stored and run by another process, which compiles the matmul when it first meets it.
-`pylib.matmul` gives the operators their implementations with `implement`.
+schedule as JSON. So a graph that holds it can be stored and run by another process, which compiles the matmul when it
+first meets it. `pylib.matmul` gives the operators their implementations with `implement`.
 
 The gradient to x is dy W, which `torch.ops.lowbit.input_gradient` computes; the weight's tensors have none. It is an
 operator as well, so that torch.compile can trace the backward pass.
@@ -34,6 +33,7 @@ from lowbit.pylib.operator.calls import OperatorCalls
 from lowbit.pylib.operator.tracing import check_transforms
 from lowbit.pylib.runtime.activation import VALUES
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights import gated_rows
 
 _LIBRARY = torch.library.Library("lowbit", "DEF")
 _LIBRARY.define(
@@ -79,10 +79,10 @@ def parts(kernel: str) -> dict[str, Any]:
 @cache
 def of_sums(kernel: str) -> str:
     """Returns the `kernel` argument of the matmul without its epilogue: of its sums, in the order of stored rows."""
-    given = json.loads(kernel)
-    if not parts(kernel)["spec"].epilogue:
+    spec: MatmulSpec = parts(kernel)["spec"]
+    if not spec.epilogue:
         return kernel
-    return json.dumps({**given, "spec": parts(kernel)["spec"].without_epilogue.to_dict(), "schedule": None})
+    return json.dumps({**json.loads(kernel), "spec": spec.without_epilogue.to_dict(), "schedule": None})
 
 
 def gated_gradient(spec: MatmulSpec, dy: Tensor, sums: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def gated_gradient(spec: MatmulSpec, dy: Tensor, sums: Tensor) -> Tensor:
 
     With p = 1 / (1 + exp(-s)) and s = g (c + d g^2), the gate's is dy u (p + g p (1 - p) (c + 3 d g^2)).
     """
-    gate, up = sums.float().unflatten(-1, (-1, 2, HALF)).unbind(-2)
+    gate, up = gated_rows.halves(sums.float())
     activation, given = ACTIVATIONS[str(spec.epilogue)], dy.float().unflatten(-1, (-1, HALF))
     square = gate * gate
     p = torch.sigmoid(gate * (activation.linear + activation.cubic * square))
@@ -135,12 +135,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), spec = grads, parts(ctx.kernel)["spec"]
-        weight, kernel = list(ctx.saved_tensors), of_sums(ctx.kernel)
-        of_sums_, others = dy, [dy] * len(spec.call_inputs)
+        weight, others = list(ctx.saved_tensors), [dy] * len(spec.call_inputs)
+        kernel, dh, dx = of_sums(ctx.kernel), dy, None
         if spec.is_gated:
             x = weight.pop()
-            of_sums_ = gated_gradient(spec, dy, torch.ops.lowbit.matmul.packed(x, weight, kernel))
-        dx = torch.ops.lowbit.input_gradient(of_sums_, weight, kernel)
+            dh = gated_gradient(spec, dy, torch.ops.lowbit.matmul.packed(x, weight, kernel))
+        if ctx.needs_input_grad[1]:  # or a residual alone needs one
+            dx = torch.ops.lowbit.input_gradient(dh, weight, kernel)
         return None, dx, None, *[None] * len(weight), *others
 
 

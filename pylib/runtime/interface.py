@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.dialect.epilogue import ACTIVATIONS, HALF
+from lowbit.dialect.epilogue import ACTIVATIONS
 from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
@@ -18,6 +18,7 @@ from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights import gated_rows
 from lowbit.pylib.weights.tensor_checks import is_shrunk, shrinkage
 
 Tensors = Sequence[Tensor]
@@ -99,7 +100,7 @@ def with_epilogue(spec: MatmulSpec, sums: Tensor, others: Tensors) -> Tensor:
     """Returns what the epilogue makes of sums [..., n] in f32, in whose columns halves of a gated weight's row blocks
     alternate. others: the tensors of `MatmulSpec.call_inputs`."""
     if spec.is_gated:
-        gate, up = sums.unflatten(-1, (-1, 2, HALF)).unbind(-2)
+        gate, up = gated_rows.halves(sums)
         activation = ACTIVATIONS[str(spec.epilogue)]
         exponent = gate * (activation.linear + activation.cubic * gate * gate)
         return (gate / (1 + torch.exp(-exponent)) * up).flatten(-2)

@@ -23,6 +23,12 @@ def given(spec: MatmulSpec, rows: Tensor) -> Tensor:
     return rows.view(-1, 2, HALF, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
+def halves(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gate and what it multiplies, [..., n / 16, 8] each, of sums [..., n] in the order of stored rows."""
+    gate, up = sums.unflatten(-1, (-1, 2, HALF)).unbind(-2)
+    return gate, up
+
+
 def number_in_memory(spec: MatmulSpec, rows: Tensor) -> Tensor:
     """Returns where rows of these numbers are stored."""
     return _numbers(spec, rows, inverse=True)

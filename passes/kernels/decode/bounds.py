@@ -34,7 +34,8 @@ class Bounds:
     wgmma: bool
 
     @property
-    def _all(self) -> DecodeCosts:
+    def _common(self) -> DecodeCosts:
+        """The constants that do not depend on the engine."""
         return self.target.costs.decode
 
     def of_all(self) -> float:
@@ -43,7 +44,7 @@ class Bounds:
         x = self._x(spec.packing.row_blocks / _MOST_ROW_BLOCKS)
         arithmetic = self._arithmetic(_MOST_ROW_BLOCKS, math.inf, waits=self.wgmma)
         work = max(spec.bytes / costs.memory, spec.bytes / costs.l2 + x, arithmetic)
-        factor = min(correction(spec, self.token_tile, self.wgmma, cluster, self._all) for cluster in (1, 4))
+        factor = min(correction(spec, self.token_tile, self.wgmma, cluster, self._common) for cluster in (1, 4))
         return (work + costs.round + costs.block) * factor * SURE
 
     def of_shape(
@@ -57,7 +58,7 @@ class Bounds:
         spec, costs, target, warps = self.spec, self.costs, self.target, warps_n * warps_k
         cluster = split_k if target.has_clusters else 1
         tiles = -(-spec.packing.row_blocks // (row_blocks * warps_n))
-        waves = tiles * split_k / (target.multiprocessors * (self._all.reach if cluster > 2 else 1.0))
+        waves = tiles * split_k / (target.multiprocessors * (self._common.reach if cluster > 2 else 1.0))
         beside = min(target.max_threads_per_sm // (32 * warps), waves)
         rounds = -(-spec.packing.padded_k // (step_k * warps_k * split_k))
         under_way = beside * row_blocks * warps * 16 * step_k * spec.packing.bits / 8 * min(rounds, _MOST_STAGES - 1)
@@ -70,7 +71,7 @@ class Bounds:
         if split_k > 1:
             ends += 2 * tiles * split_k * 16 * row_blocks * warps_n * sums * 4 / costs.l2
             ends += costs.split if cluster == 1 else costs.cluster * math.log2(cluster)
-        return (work + ends) * correction(spec, self.token_tile, self.wgmma, cluster, self._all) * SURE
+        return (work + ends) * correction(spec, self.token_tile, self.wgmma, cluster, self._common) * SURE
 
     def _x(self, tiles: float) -> float:
         """Microseconds to read x for every tile."""
@@ -89,8 +90,9 @@ class Bounds:
         read = spec.packing.bits / 2 + (0.0 if self.wgmma else mma / (4 * row_blocks))
         clocks = _clocks(mma, read, self._decoding) * math.hypot(1.0, costs.warps / warps)
         if self._may_scale_in_place:
-            clocks = min(clocks, _clocks(mma, read, self._all.scaled) * math.hypot(1.0, self._all.scaled_warps / warps))
-        time = spec.n * spec.k / 256 / self.target.multiprocessors * clocks / self._all.clock
+            hidden = math.hypot(1.0, self._common.scaled_warps / warps)
+            clocks = min(clocks, _clocks(mma, read, self._common.scaled) * hidden)
+        time = spec.n * spec.k / 256 / self.target.multiprocessors * clocks / self._common.clock
         return time * (costs.barrier * min(1.0, costs.per_warp) if waits and self.token_tile > 1 else 1.0)
 
     @property

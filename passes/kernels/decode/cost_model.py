@@ -50,9 +50,9 @@ class _Launch:
     def __init__(self, spec: MatmulSpec, token_tile: int, s: Schedule, target: Target, fitting: int) -> None:
         """fitting: blocks that a multiprocessor has room for."""
         self.spec, self.token_tile, self.schedule, self.fitting = spec, token_tile, s, fitting
-        self.costs, self.all = costs_of(target, s.wgmma, s.integer_mma), target.costs.decode
+        self.costs, self.common = costs_of(target, s.wgmma, s.integer_mma), target.costs.decode
         self.plan, self.processors = KernelPlan(spec, s), target.multiprocessors
-        self.waves = self.plan.tiles * s.split_k / (self.processors * (self.all.reach if s.cluster > 2 else 1.0))
+        self.waves = self.plan.tiles * s.split_k / (self.processors * (self.common.reach if s.cluster > 2 else 1.0))
         self.side_by_side = min(fitting, self.waves)
         self.in_place = self.plan.sums_in_place and bool(self.plan.step_factors)
         self.x = self.plan.tiles * token_tile * spec.k * spec.x.bytes / self.costs.l2
@@ -85,11 +85,11 @@ class _Launch:
     def arithmetic(self) -> float:
         """Decoding and products, the slower the fewer warps hide each other's waiting."""
         s, spec, costs = self.schedule, self.spec, self.costs
-        warps = self.all.scaled_warps if self.in_place else costs.warps
-        arithmetic = spec.n * spec.k / 256 / self.processors * self.clocks() / self.all.clock / min(1.0, self.waves)
+        warps = self.common.scaled_warps if self.in_place else costs.warps
+        arithmetic = spec.n * spec.k / 256 / self.processors * self.clocks() / self.common.clock / min(1.0, self.waves)
         arithmetic *= math.hypot(1.0, warps / (max(1.0, self.side_by_side) * s.threads / 32))
         if s.spread_k and self.fitting == 1 and self.waves > 1:
-            arithmetic *= self.all.lone
+            arithmetic *= self.common.lone
         if s.warps_n > 1 and self.token_tile > 1:
             arithmetic *= costs.barrier * (costs.per_warp if s.refill == "per_warp" else 1.0)
         return arithmetic
@@ -118,8 +118,8 @@ class _Launch:
         """Clocks of the integer units: decoding, splitting x into limbs, and scaling."""
         s, spec, costs = self.schedule, self.spec, self.costs
         if self.in_place:
-            return self.all.scaled
-        decode = decode_clocks(self.plan, costs) + (self.all.split_limbs / s.row_blocks if s.integer_mma else 0.0)
+            return self.common.scaled
+        decode = decode_clocks(self.plan, costs) + (self.common.split_limbs / s.row_blocks if s.integer_mma else 0.0)
         if spec.group_size:  # sums or, where that is less, weights are scaled
             scaled = 1.0 if self.plan.rounds_scales else s.mma_columns / min(spec.group_size, s.step_k)
             scaled /= COLUMNS if s.spread_k else 1
@@ -129,7 +129,8 @@ class _Launch:
     def ends(self) -> float:
         """The time of blocks before their first round and after the last; splits add up their sums."""
         s, costs = self.schedule, self.costs
-        ends = costs.block * max(1.0, self.waves / self.side_by_side) + (self.all.spread_start if s.spread_k else 0.0)
+        start = self.common.spread_start if s.spread_k else 0.0
+        ends = costs.block * max(1.0, self.waves / self.side_by_side) + start
         if s.split_k == 1:
             return ends
         sums = 2 * self.plan.tiles * s.split_k * s.rows * s.columns * 4 / costs.l2
