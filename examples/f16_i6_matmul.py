@@ -7,7 +7,7 @@ manner of Tilus (Ding et al., 2025), whose example it is: a program says what on
 every tile says in its layout which thread has which element. Nowhere is there a thread index or a bit operation.
 
 It is the plainest kernel that runs on the tensor cores: no shared memory, no pipeline, no scales.
-`passes/kernels/decode/kernel.py` has all of these, in the same language.
+`passes/kernels/streaming/kernel.py` has all of these, in the same language.
 """
 
 from __future__ import annotations

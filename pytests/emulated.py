@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of, request
+from lowbit.passes.kernels.streaming.legality import check_schedule, shared_bytes
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target

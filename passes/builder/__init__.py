@@ -9,7 +9,7 @@
 
 Tiles are `Tile`s that know + - * / and < <= > >=, scalars are `Scalar`s that know + - * // % and min; Python numbers
 may stand for either where the meaning is clear. Loops are `with p.loop(start, rounds, [carried tiles]) as loop`. The
-kernels of this compiler are written with it (`passes.kernels.decode.kernel`, `passes.kernels.dequantize`), and so can
+kernels of this compiler are written with it (`passes.kernels.streaming`, `passes.kernels.dequantize`), and so can
 anybody's be (examples/).
 
 `Program` (program.py) opens and verifies a module. Its methods, each of which writes an operation or two, are inherited

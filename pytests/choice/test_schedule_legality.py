@@ -10,10 +10,10 @@ from known_schedules import HOPPER, NEAR, SPEC
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import FAMILIES
+from lowbit.passes.kernels.streaming.legality import check_schedule, shared_bytes
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.launch import COUNTERS
 from lowbit.passes.scheduling.choice import schedule_for
 from lowbit.passes.targets import parse_target

@@ -12,11 +12,11 @@ from known_schedules import HOPPER, SPEC
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.decode.cost_model import predict, registers, spills
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
-from lowbit.passes.kernels.decode.search_space import all_schedules
 from lowbit.passes.kernels.registry import FAMILIES, family_of
+from lowbit.passes.kernels.streaming.cost_model import predict, registers, spills
+from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.streaming.search_space import all_schedules
 from lowbit.passes.scheduling.choice import TOKEN_TILES, Chooser, default_schedule, schedule_for
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target

@@ -17,10 +17,10 @@ from known_schedules import HOPPER, NEAR, ODD, SPEC, chosen, entry, table
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.legality import check_schedule
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of
+from lowbit.passes.kernels.streaming.legality import check_schedule
 from lowbit.passes.scheduling import choice as schedule_choice
 from lowbit.passes.scheduling.choice import (
     Chooser,

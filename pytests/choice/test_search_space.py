@@ -10,15 +10,15 @@ from made_up_gpu import HOPPER, SPEC
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode import search_space as decode_space
-from lowbit.passes.kernels.decode.candidates import streaming_schedules
-from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, predict
-from lowbit.passes.kernels.decode.legality import check_schedule, enough_blocks, shared_room
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.kernels.requirements import can_use_wgmma
+from lowbit.passes.kernels.streaming import search_space as decode_space
+from lowbit.passes.kernels.streaming.candidates import streaming_schedules
+from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, predict
+from lowbit.passes.kernels.streaming.legality import check_schedule, enough_blocks, shared_room
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.scheduling.choice import Chooser, default_schedule, schedule_for
 from lowbit.passes.scheduling.tables import shipped_tables
 from lowbit.passes.targets import parse_target

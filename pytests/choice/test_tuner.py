@@ -15,8 +15,8 @@ from made_up_gpu import COUNT, HOPPER, WORK, Bench
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.decode import cost_model
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.streaming import cost_model
 from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target

@@ -79,7 +79,7 @@ class Toy(KernelFamily[ToySchedule]):
         return [ToySchedule(2)]
 
     def build(self, spec: MatmulSpec, schedule: ToySchedule) -> Any:
-        from lowbit.passes.kernels.decode.kernel import decode_matmul
+        from lowbit.passes.kernels.streaming.kernel import decode_matmul
 
         return decode_matmul(spec, Schedule(8, 1, 1, schedule.warps, 128, 2))
 

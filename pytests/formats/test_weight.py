@@ -14,7 +14,7 @@ from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Storage, TensorSlot, weight_tensors
 from lowbit.passes.builder import Tile
-from lowbit.passes.kernels.decode.epilogue import Ending
+from lowbit.passes.kernels.streaming.epilogue import Ending
 from lowbit.pylib import reference
 from lowbit.pylib.torch_types import stored_type
 from lowbit.pylib.tune.timing import copies, random_weight
@@ -82,7 +82,7 @@ def test_another_tensor_is_a_declaration_and_a_kernel_that_reads_it(monkeypatch:
 
     monkeypatch.setenv("LOWBIT_NO_CACHE", "1")  # no spec that others use, and no cache: the kernels stay here
     monkeypatch.setattr("lowbit.dialect.spec.weight_tensors", with_gains)
-    monkeypatch.setattr("lowbit.passes.kernels.decode.kernel.Ending", Gains)
+    monkeypatch.setattr("lowbit.passes.kernels.streaming.kernel.Ending", Gains)
     spec = MatmulSpec(40, 208, "u4", 16, zeros="int", bias=True)
 
     x, tensors = reference.random_inputs(spec, 3)

@@ -21,11 +21,11 @@ from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
-from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.streaming.group_numbers import GroupNumbers
+from lowbit.passes.kernels.streaming.legality import check_schedule, shared_bytes
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.build.kernels import Artifacts

@@ -28,7 +28,7 @@ from combinations import (
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.check.cases import Case
 from lowbit.pylib.check.trial import try_case

@@ -19,9 +19,9 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats import byte_codes
 from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.dtypes import dtype
-from lowbit.passes.kernels.eight_bit import kernel
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.registry import request
+from lowbit.passes.kernels.streaming import eight_bit as kernel
 from lowbit.passes.lowering import byte_numbers
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.targets import parse_target

@@ -29,8 +29,8 @@ from kernel_cases import (
 
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.memory import DeviceMemory

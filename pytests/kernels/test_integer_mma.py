@@ -19,10 +19,10 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.formats.integer_limbs import BITS, HALVES, PIECE, halves
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing, run_of
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode import candidates
-from lowbit.passes.kernels.decode import plan as decode_plan
-from lowbit.passes.kernels.decode.legality import check_schedule
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
+from lowbit.passes.kernels.streaming import candidates
+from lowbit.passes.kernels.streaming import plan as decode_plan
+from lowbit.passes.kernels.streaming.legality import check_schedule
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering import integer_mma as lower_limbs
 from lowbit.passes.lowering.registry import RULES

@@ -38,8 +38,8 @@ from kernel_cases import (
 import lowbit
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.kernel import decode_matmul
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.streaming.kernel import decode_matmul
 from lowbit.passes.pipeline import lower_program
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import agrees, matmul, random_inputs, random_problem, tolerance

@@ -22,11 +22,11 @@ from lowbit.dialect.formats import recipes
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.decode.factors import Factors
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.streaming.factors import Factors
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.lowering import emit, lower_dequant
 from lowbit.passes.lowering import mma as lower_mma
 from lowbit.passes.lowering import tables as lower_table

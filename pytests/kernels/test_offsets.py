@@ -17,8 +17,8 @@ import lowbit
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.pylib import reference
 from lowbit.pylib.weights.packed import PackedWeight, pack
 

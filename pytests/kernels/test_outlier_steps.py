@@ -14,9 +14,9 @@ from torch import Tensor
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.decode.legality import check_schedule
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.streaming.legality import check_schedule
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.pylib import reference
 from lowbit.pylib.weights import outliers
 from lowbit.pylib.weights.packed import pack

@@ -22,9 +22,9 @@ from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.outliers import ENTRIES, SPAN, table_lines
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.decode.legality import shared_bytes
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.streaming.legality import shared_bytes
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.runtime.cpu import CpuMatmul

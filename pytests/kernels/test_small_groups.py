@@ -14,12 +14,12 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, registers
-from lowbit.passes.kernels.decode.legality import check_schedule
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.decode.spread import _SpreadFactors
-from lowbit.passes.kernels.decode.step_factors import StepFactors
+from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, registers
+from lowbit.passes.kernels.streaming.legality import check_schedule
+from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.streaming.spread import _SpreadFactors
+from lowbit.passes.kernels.streaming.step_factors import StepFactors
 from lowbit.passes.lowering import mma
 from lowbit.pylib import reference
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowbit
-from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance

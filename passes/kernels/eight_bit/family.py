@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, Operation
-from lowbit.passes.kernels.decode import candidates, search_space
-from lowbit.passes.kernels.decode.family import StreamingFamily
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.requirements import check_compute
+from lowbit.passes.kernels.streaming import candidates, search_space
+from lowbit.passes.kernels.streaming.family import StreamingFamily
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class EightBit(StreamingFamily[EightBitSchedule]):
         super().check(spec, schedule, target)
 
     def build(self, spec: MatmulSpec, schedule: EightBitSchedule) -> ir.Module:
-        from lowbit.passes.kernels.eight_bit.kernel import eight_bit_matmul
+        from lowbit.passes.kernels.streaming.eight_bit import eight_bit_matmul
 
         return eight_bit_matmul(spec, schedule)
 

@@ -17,11 +17,11 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Program, Tile
-from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
-from lowbit.passes.kernels.decode.operands import Operands
-from lowbit.passes.kernels.decode.plan import KernelPlan
-from lowbit.passes.kernels.decode.step_factors import StepFactors
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.streaming.group_numbers import GroupNumbers
+from lowbit.passes.kernels.streaming.operands import Operands
+from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.streaming.step_factors import StepFactors
 
 
 class Factors:

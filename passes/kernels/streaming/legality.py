@@ -14,15 +14,15 @@ from lowbit.dialect.formats.outliers import LINE, SPARE
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import (
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.requirements import can_use_wgmma, scale_table
+from lowbit.passes.kernels.streaming.plan import (
     MOST_SCALED,
     SPREAD,
     KernelPlan,
     always_uses_raw_codes,
     can_use_raw_codes,
 )
-from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.requirements import can_use_wgmma, scale_table
 from lowbit.passes.launch import COUNTERS
 from lowbit.passes.target import Target
 

@@ -39,10 +39,10 @@ Zeros and offsets:
   correct zero points and the offset of signed codes.
 
 Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of them with x and
-adds the products to its sums, before, in or after the loop (`passes.kernels.decode.outliers`).
+adds the products to its sums, before, in or after the loop (`passes.kernels.streaming.outliers`).
 
 Where scales are codes, or e4m3, a warp computes the factors of sums or weights at the head of a step, once for all its
-lanes (`passes.kernels.decode.step_factors`).
+lanes (`passes.kernels.streaming.step_factors`).
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
@@ -65,12 +65,12 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M1
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Scalar, Tile, as_i32
-from lowbit.passes.kernels.decode.epilogue import Ending
-from lowbit.passes.kernels.decode.factors import Factors
-from lowbit.passes.kernels.decode.operands import Operands
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.streaming.epilogue import Ending
+from lowbit.passes.kernels.streaming.factors import Factors
+from lowbit.passes.kernels.streaming.operands import Operands
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 
 BATCH = 64  # columns of weights that are multiplied together, of those whose sums stay in place
 ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200

@@ -17,7 +17,7 @@ from __future__ import annotations
 from lowbit.dialect.formats.outliers import INDEX_ENDS, LINE, SPARE
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.passes.builder import Memory, OutlierShare, Program, Scalar, Tile
-from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 
 
 class Outliers:

@@ -12,17 +12,17 @@ from typing import TypeVar
 from lowbit.dialect.formats.integer_limbs import PIECE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily
-from lowbit.passes.kernels.decode.bounds import Bounds
-from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, costs_of, spills
-from lowbit.passes.kernels.decode.legality import (
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule
+from lowbit.passes.kernels.requirements import can_use_wgmma
+from lowbit.passes.kernels.streaming.bounds import Bounds
+from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, costs_of, spills
+from lowbit.passes.kernels.streaming.legality import (
     can_spread,
     enough_blocks,
     group_fits,
     has_integer_mma,
 )
-from lowbit.passes.kernels.decode.plan import SPREAD, KernelPlan
-from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule
-from lowbit.passes.kernels.requirements import can_use_wgmma
+from lowbit.passes.kernels.streaming.plan import SPREAD, KernelPlan
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)

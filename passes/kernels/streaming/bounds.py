@@ -1,4 +1,4 @@
-"""Lower bounds of what `decode.cost_model` predicts: candidates that can't win need not be made.
+"""Lower bounds of what `streaming.cost_model` predicts: candidates that can't win need not be made.
 
 A bound knows the shape of a block and how k is split, but neither steps nor stages, and takes multiprocessors to hold
 as many blocks as their threads allow: the more there are, the better latency is hidden.
@@ -13,9 +13,9 @@ from functools import cached_property
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import DecodeCosts, EngineCosts
 from lowbit.passes.kernels.base import SURE
-from lowbit.passes.kernels.decode.cost_model import correction, decode_clocks
-from lowbit.passes.kernels.decode.plan import COLUMNS, IN_PLACE, KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.streaming.cost_model import correction, decode_clocks
+from lowbit.passes.kernels.streaming.plan import COLUMNS, IN_PLACE, KernelPlan
 from lowbit.passes.target import Target
 
 _MOST_STAGES = 3

@@ -1,4 +1,4 @@
-"""The matmul kernel for one token with small groups: `passes.kernels.decode.kernel` with another compute side
+"""The matmul kernel for one token with small groups: `passes.kernels.streaming.kernel` with another compute side
 (`Schedule.spread_k`).
 
 The idea. The product of an mma has eight columns, of which one token leaves seven idle, while small groups want many
@@ -6,7 +6,7 @@ sums: with groups of 16 columns every mma ends one, and all four lanes of a row 
 column i of a product is block i of 16 columns of k: x stands in row i of operand B at block i, and there is 0 elsewhere
 (`diagonal`). Eight mma add into one accumulator, and eight sums stand side by side:
 
-    for round:                         copies as in `decode.kernel`
+    for round:                         copies as in `streaming.kernel`
         for 128 columns in step:
             p   = decode(codes) diagonal(x)^T   [rows, 8], eight mma
             acc = acc + scale * p               [rows, 8], a scale for every block
@@ -29,12 +29,12 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
-from lowbit.passes.kernels.decode.factors import Factors
-from lowbit.passes.kernels.decode.kernel import Kernel
-from lowbit.passes.kernels.decode.operands import Operands
-from lowbit.passes.kernels.decode.plan import COLUMNS, SPREAD, KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.streaming.factors import Factors
+from lowbit.passes.kernels.streaming.kernel import Kernel
+from lowbit.passes.kernels.streaming.operands import Operands
+from lowbit.passes.kernels.streaming.plan import COLUMNS, SPREAD, KernelPlan
 
 _BLOCKS = spatial(1, 1, 8).local(1, 1, 2).spatial(1, 1, 4).local(1, 1, 2)
 """128 columns, of which a lane has what it has of a fragment of operand B with a row for each 16."""

@@ -13,9 +13,9 @@ from lowbit.dialect.types import UNIT
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
-from lowbit.passes.kernels.decode.outliers import outliers_of
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.streaming.outliers import outliers_of
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 
 
 class Operands:

@@ -9,9 +9,9 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.passes.builder import Memory, Program, Tile
-from lowbit.passes.kernels.decode.operands import Operands
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.streaming.operands import Operands
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 
 
 class GroupNumbers:

@@ -13,12 +13,12 @@ from typing import Any, TypeVar, get_args
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily
-from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refill, without_room
-from lowbit.passes.kernels.decode.cost_model import predict, spills
-from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, shared_room
-from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
 from lowbit.passes.kernels.decode.schedule import MOST_BLOCKS_PER_SM, Refill, Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma
+from lowbit.passes.kernels.streaming.candidates import REFILL_AFTER_MMA, usual_refill, without_room
+from lowbit.passes.kernels.streaming.cost_model import predict, spills
+from lowbit.passes.kernels.streaming.legality import can_spread, enough_blocks, shared_room
+from lowbit.passes.kernels.streaming.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)

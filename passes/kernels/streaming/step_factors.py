@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, replicated, spatial
 from lowbit.passes.builder import Program, Tile
-from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 
 _AT_ONCE = 4  # groups: of more, weights take registers that more warps could have
 

@@ -1,11 +1,11 @@
-"""The matmul kernel for one token in integers: `passes.kernels.decode.kernel` with another compute side
+"""The matmul kernel for one token in integers: `passes.kernels.streaming.kernel` with another compute side
 (the family `decode_integer`).
 
 The idea. With narrow codes and one token, decoding to f16 and a tensor core with seven of its eight columns idle are
 the bound, not memory. As bytes, codes cost half as much; x takes four of the columns, a limb each
 (`dialect.formats.integer_limbs`).
 
-    for round:                         copies as in `decode.kernel`
+    for round:                         copies as in `streaming.kernel`
         split x of the step into limbs, in shared memory, every warp for itself
         for group in step:
             p   = codes * limbs       exact sums in integers, f32 once per piece of 128 columns, from zero
@@ -15,7 +15,7 @@ the bound, not memory. As bytes, codes cost half as much; x takes four of the co
 Signed codes are multiplied as they lie in memory, in offset binary: too large by a number that is taken for a zero
 point.
 
-Shared memory: beside the stages of `passes.kernels.decode.kernel` one buffer of limbs [warps_k, pieces, 4 limbs, 4
+Shared memory: beside the stages of `passes.kernels.streaming.kernel` one buffer of limbs [warps_k, pieces, 4 limbs, 4
 lanes, 8 halves] in 32-bit words.
 """
 
@@ -30,10 +30,10 @@ from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import row_major
 from lowbit.passes.builder import Tile
-from lowbit.passes.kernels.decode.kernel import Kernel
-from lowbit.passes.kernels.decode.operands import Operands
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule
+from lowbit.passes.kernels.streaming.kernel import Kernel
+from lowbit.passes.kernels.streaming.operands import Operands
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 
 
 class _IntegerKernel(Kernel):

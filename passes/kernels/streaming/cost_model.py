@@ -15,9 +15,9 @@ import math
 from lowbit.dialect.formats.recipes import OFFSET_BITS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import DecodeCosts, EngineCosts
-from lowbit.passes.kernels.decode.legality import shared_room
-from lowbit.passes.kernels.decode.plan import COLUMNS, KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.streaming.legality import shared_room
+from lowbit.passes.kernels.streaming.plan import COLUMNS, KernelPlan
 from lowbit.passes.target import Target
 
 

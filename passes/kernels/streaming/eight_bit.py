@@ -1,4 +1,4 @@
-"""The matmul kernel for activations of 8 bits: `passes.kernels.decode.kernel` with another compute side.
+"""The matmul kernel for activations of 8 bits: `passes.kernels.streaming.kernel` with another compute side.
 
 The idea. The packed weight stays as it is, and a register of an 8-bit fragment takes its four codes from two registers
 of a 16-bit one: for four bits, one mask. The activation has been written in the column order that this gives
@@ -30,11 +30,11 @@ from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
-from lowbit.passes.kernels.decode.kernel import Kernel
-from lowbit.passes.kernels.decode.operands import Operands
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.streaming.kernel import Kernel
+from lowbit.passes.kernels.streaming.operands import Operands
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 
 
 class _Operands(Operands):

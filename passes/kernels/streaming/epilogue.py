@@ -12,8 +12,8 @@ from lowbit.dialect.epilogue import HALF
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, column_spatial, local, replicated
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
-from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.epilogue import Epilogue
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.launch import COUNTERS
 
 
