@@ -76,6 +76,12 @@ class Bilevel:
         """Returns the second level in terms of JSON; what not all have is left out where it is not there."""
         return {name: value for name, value in asdict(self).items() if name not in ("offsets", "table") or value}
 
+    def check_groups(self, groups: int) -> None:
+        """Raises SpecError unless the groups of a row, so many, are whole blocks that share a number S."""
+        if groups % self.groups:
+            rule = f"must divide the {groups} groups of a row; try {groups & -groups}"
+            raise SpecError(f"bilevel: groups={self.groups} {rule}")
+
     def columns(self, packing: Packing) -> int:
         """Columns in memory that share a number S."""
         return self.groups * (packing.padded_group or packing.padded_k)
@@ -93,8 +99,8 @@ class Bilevel:
         return (packing.row_blocks, -(-packing.groups // self.groups), self.lanes(packing)), given
 
 
-def check_bilevel(scale: str, group_size: int | None, groups: int, bilevel: Bilevel | None) -> None:
-    """Raises SpecError unless scales of this type, one for each of `groups` of a row, have a second level or none."""
+def check_bilevel(scale: str, group_size: int | None, bilevel: Bilevel | None) -> None:
+    """Raises SpecError unless scales of this type, one for each group, have a second level or none."""
     if bilevel is None:
         if scale in (*SCALE_CODES, TABLE_CODE):
             raise SpecError(f"scale={scale!r} is a code: it needs a second level, such as bilevel=Bilevel(groups=8)")
@@ -107,9 +113,6 @@ def check_bilevel(scale: str, group_size: int | None, groups: int, bilevel: Bile
         raise SpecError(f"bilevel: table= has the 256 numbers of scale={TABLE_CODE!r}, and goes with it alone")
     if group_size is None:
         raise SpecError("group_size=None has one scale per row: bilevel= needs groups, such as group_size=32")
-    if groups % bilevel.groups:
-        rule = f"must divide the {groups} groups of a row; try {groups & -groups}"
-        raise SpecError(f"bilevel: groups={bilevel.groups} {rule}")
 
 
 def integers_of(code: str) -> DType:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from lowbit.dialect.errors import SpecError
 
@@ -61,6 +61,13 @@ def floats(name: str, given: object) -> tuple[float, ...]:
         return tuple(float(v) for v in cast(Iterable[float], items))
     except (TypeError, ValueError, OverflowError):
         raise SpecError(f"{name}={given!r} must be a flat sequence of numbers, one per code") from None
+
+
+def in_json(value: Any) -> Any:
+    """Returns the value of a field in terms of JSON: tuples as lists, and values with a `to_dict` as that says."""
+    if isinstance(value, tuple):
+        return list(cast(tuple[object, ...], value))
+    return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 def did_you_mean(given: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:

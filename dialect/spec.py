@@ -6,40 +6,38 @@
                                                                      and outliers S[n, k] may be added
 
 A spec is frozen and hashable, so it is a cache key; it is checked when it is made, so that nothing later
-has to.
+has to. It is a facade of four parts, values of their own that check their fields and derive what needs no other part:
+`Shape`, `WeightFormat`, `Call`, and the epilogue. Here stands what needs several of them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
-from lowbit.dialect.bilevel import SCALE_CODES, TABLE_CODE, Bilevel, check_bilevel
+from lowbit.dialect import byte_products
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.call import Act, Call, Out
 from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.epilogue import ACTIVATIONS, EPILOGUES, RESIDUAL, Epilogue
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.fields import boolean, choice, did_you_mean, floats, integer
+from lowbit.dialect.fields import choice, in_json
 from lowbit.dialect.formats import byte_codes
-from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
-from lowbit.dialect.formats.dtypes import DType, all_names, dtype
-from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
+from lowbit.dialect.formats.byte_codes import Compute
+from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import ROWS, Packing
-from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.presets import preset_fields
-from lowbit.dialect.weight import Storage, TensorSlot, in_memory, weight_tensors
+from lowbit.dialect.shape import Shape
+from lowbit.dialect.weight import Storage, TensorSlot, in_memory
+from lowbit.dialect.weight_format import Scale, WeightFormat, Zeros
 
-Zeros = Literal["none", "int", "float", "offset"]
-Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3", "u3", "u4", "u6", "u8", "i6", "i8", "lut8"]
-Act = Literal["f16", "bf16"]
-Out = Literal["f16", "bf16", "f32"]
-
-SCALES = ("f16", "bf16", "f32", "e8m0", "e4m3", *SCALE_CODES, TABLE_CODE)
 VERSION = 1  # of `MatmulSpec.to_dict`
-MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
+Part = TypeVar("Part", Shape, WeightFormat, Call)
+
+_FIELDS = {part: tuple(f.name for f in fields(part)) for part in (Shape, WeightFormat, Call)}
 
 
 @dataclass(frozen=True)
@@ -98,38 +96,30 @@ class MatmulSpec:
     epilogue: Epilogue | None = None
 
     def __post_init__(self) -> None:
-        normal = dict[str, object](
-            n=integer("n", self.n, 1),
-            k=integer("k", self.k, MIN_K),
-            zeros=choice("zeros", self.zeros, ("none", "int", "float", "offset")),
-            scale=choice("scale", short_name(self.scale), SCALES),
-            act=choice("act", short_name(self.act), ("f16", "bf16")),
-            out=None if self.out is None else choice("out", short_name(self.out), ("f16", "bf16", "f32")),
-            bias=boolean("bias", self.bias),
-            outliers=boolean("outliers", self.outliers),
-            table=None if self.table is None else floats("table", self.table),
-            row_scales=boolean("row_scales", self.row_scales),
-            permuted=boolean("permuted", self.permuted),
-            bilevel=None if self.bilevel is None else Bilevel.read(self.bilevel),
-            compute=None if self.compute is None else _compute(self.compute),
-            fold_scales=boolean("fold_scales", self.fold_scales),
-            compute_from=integer("compute_from", self.compute_from, 1),
-            epilogue=None if self.epilogue is None else choice("epilogue", self.epilogue, EPILOGUES),
-        )
-        for name, value in normal.items():
-            object.__setattr__(self, name, value)
+        shape = self._part(Shape)
         if self.group_size is not None:
-            object.__setattr__(self, "group_size", _group_size(self.group_size, self.k))
-        check_bilevel(self.scale, self.group_size, self.groups, self.bilevel)
-        self._check_weight()
+            object.__setattr__(self, "group_size", shape.group_size(self.group_size))
+        call, format = self._part(Call), self._part(WeightFormat)
+        if byte_products.folds(format, call):
+            format = replace(format, row_scales=True)
+        self._take(shape=shape, format=format, call=call)
+        self._check_together()
+
+    def _take(self, **parts: Shape | WeightFormat | Call) -> None:
+        """Keep parts, and their fields as they have checked them."""
+        for name, part in parts.items():
+            object.__setattr__(self, name, part)
+            for field in _FIELDS[type(part)]:
+                object.__setattr__(self, field, getattr(part, field))
+
+    def _check_together(self) -> None:
+        """Raises SpecError for parts that do not go together."""
+        if self.bilevel:
+            self.bilevel.check_groups(self.groups)
         if self.compute:
-            self._check_compute(self.compute)
-        elif self.fold_scales:
-            raise SpecError("fold_scales=True needs compute='f8e4m3'; use both, or fold_scales=False")
-        elif self.compute_from > 1:
-            raise SpecError(f"compute_from={self.compute_from} needs compute='f8e4m3' or 'i8'; name one, or drop it")
-        if self.folds:
-            object.__setattr__(self, "row_scales", True)
+            byte_products.check_byte_products(self.format, self.packing, self.call)
+        if self.epilogue is not None:
+            choice("epilogue", self.epilogue, EPILOGUES)
         if self.is_gated:
             self._check_gated()
 
@@ -143,65 +133,35 @@ class MatmulSpec:
             fix = "use a second level of rows=1, or two matmuls with epilogue=None"
             raise SpecError(f"{given} has rows of both halves in a block, which bilevel rows={ROWS} would share; {fix}")
 
-    def _check_compute(self, compute: Compute) -> None:
-        """Raises SpecError unless this weight can be multiplied by activations of 8 bits."""
-        given, columns = f"compute={compute!r}", byte_codes.SUM_COLUMNS
-        if self.fold_scales and compute != "f8e4m3":
-            raise SpecError(f"fold_scales=True needs compute='f8e4m3', not {compute!r}: a scaled integer is none")
-        if not self.folds and (why := self._misfit_of_codes(compute)):
-            raise SpecError(f"{given} {why}, or compute=None")
-        for name in ("permuted", "outliers"):
-            if getattr(self, name):
-                raise SpecError(f"{given} has no {name}=True; use {name}=False, or compute=None")
-        if self.k % columns or self.k > byte_codes.MOST_COLUMNS:
-            most = byte_codes.MOST_COLUMNS
-            raise SpecError(f"{given} needs k={self.k} to be a multiple of {columns} up to {most}; use compute=None")
-        least = MIN_K if self.folds else columns
-        if self.group_size and (self.group_size % least or self.packing.pads_groups):
-            raise SpecError(f"{given} needs {self._rule_of_groups(least)}; use compute=None")
-        if self.group_size and not (self.multiplies_codes or byte_codes.fits_rounds(self.group_size)):
-            rule = "a divisor of 1536 or 2048, or a multiple of 512"
-            raise SpecError(f"{given} needs group_size={self.group_size} to be {rule}; use one, or compute=None")
-        if self.folds and self.scale in ("e8m0", "e4m3") and "bf16" in (self.zero_kind, self.offset_kind):
-            what = f"fold_scales=True with scale={self.scale!r} and zeros={self.zeros!r}"
-            raise SpecError(f"{what} needs act='f16', in which kernels read such zeros; or scale='bf16' or 'f32'")
+    @classmethod
+    def of(
+        cls, shape: Shape, format: WeightFormat, call: Call | None = None, epilogue: Epilogue | None = None
+    ) -> MatmulSpec:
+        """Returns the spec that is made of these parts; without a call, x and y are f16.
 
-    def _misfit_of_codes(self, compute: Compute) -> str:
-        """Returns why codes less zeros cannot be multiplied as bytes whose products are scaled, and what to use; "" if
-        they can."""
-        fold = ", or fold_scales=True and groups" if compute == "f8e4m3" else ""
-        if not byte_codes.fits(self.dtype, compute):
-            fitting = ", ".join(byte_codes.fitting_names(compute))
-            return f"multiplies {fitting}, not {self.weight!r}; use one of them{fold}"
-        if self.zeros not in ("none", "int"):
-            return f"has no zeros={self.zeros!r}; use 'int' or 'none'{fold}"
-        if self.bilevel:
-            return f"has no bilevel=; use scales that are numbers{fold}"
-        if self.group_size and self.group_size % byte_codes.SUM_COLUMNS:
-            return f"needs {self._rule_of_groups(byte_codes.SUM_COLUMNS)}; use one{fold}"
-        return ""
+        Raises SpecError for parts that do not go together.
+        """
+        parts = (shape, format, call or Call())
+        given = {name: getattr(part, name) for part in parts for name in _FIELDS[type(part)]}
+        return cls(**given, epilogue=epilogue)
 
-    def _rule_of_groups(self, least: int) -> str:
-        """Says which groups have products of bytes: multiples of `least` columns that need no padding."""
-        chunk = self.packing.chunk
-        return f"group_size={self.group_size} to be a multiple of {least} that divides {chunk} or is a multiple of it"
+    def _part(self, part: type[Part]) -> Part:
+        return part(**{name: getattr(self, name) for name in _FIELDS[part]})
 
-    def _check_weight(self) -> None:
-        given = plain_name(self.weight)
-        known = (*all_names(), *(f"lut{b}" for b in range(1, 9)))
-        if not isinstance(given, str):
-            raise SpecError(f"weight={given!r} must be the name of a format, such as 'u4', 'f6e3m2' or 'nf4'")
-        try:
-            kind = dtype(given, self.table).kind
-        except SpecError as error:
-            hint = "" if given in known else did_you_mean(given, known)
-            if advice := weight_advice(given):
-                raise SpecError(f"weight={given!r}: use {advice}") from None
-            raise SpecError(f"weight: {error}{hint}") from None
-        if self.zeros == "int" and kind not in ("uint", "int"):
-            raise SpecError(
-                f"zeros='int' needs an integer weight (u1..u8, i1..i8), not {given!r}; use 'float' or 'none'"
-            )
+    @cached_property
+    def shape(self) -> Shape:
+        """The part of the spec that says how large the weight is: n and k."""
+        return self._part(Shape)
+
+    @cached_property
+    def format(self) -> WeightFormat:
+        """The part of the spec that says what is stored of the weight."""
+        return self._part(WeightFormat)
+
+    @cached_property
+    def call(self) -> Call:
+        """The part of the spec that says in which types the weight is multiplied."""
+        return self._part(Call)
 
     @classmethod
     def preset(cls, name: str, n: int, k: int, **others: Any) -> MatmulSpec:
@@ -216,12 +176,12 @@ class MatmulSpec:
     @cached_property
     def dtype(self) -> DType:
         """The element format."""
-        return dtype(self.weight, self.table)
+        return self.format.dtype
 
     @property
     def x(self) -> Element:
         """The type of the activation's numbers as they are multiplied."""
-        return ELEMENTS[(self.compute or self.act).removeprefix("f8")]
+        return self.call.x
 
     @property
     def byte_type(self) -> Compute:
@@ -239,15 +199,12 @@ class MatmulSpec:
     def folds_in_f16(self) -> bool:
         """Tells whether kernels that fold scales multiply codes by them in f16, and round scales of other types to it:
         where nothing but integer zeros is added, and codes are numbers of f16 as they stand."""
-        if not self.folds or self.bilevel or self.zeros not in ("none", "int"):
-            return False
-        t = self.dtype
-        return compute_element(t, "f16") == "f16" and (t.kind != "table" or not exponent(t, "f16"))
+        return self.folds and byte_products.folds_in_f16(self.format)
 
     @cached_property
     def multiplies_codes(self) -> bool:
         """Whether codes less zeros can be multiplied as bytes whose products are scaled, with `compute`."""
-        return self.compute is not None and not self._misfit_of_codes(self.compute)
+        return byte_products.multiplies_codes(self.format, self.packing, self.call)
 
     def rounds_weights(self, m: int) -> bool:
         """Whether weights that m tokens are multiplied by are rounded."""
@@ -307,9 +264,9 @@ class MatmulSpec:
     @cached_property
     def packing(self) -> Packing:
         """How the weight sits in memory."""
-        return Packing(self.dtype.bits, self.n, self.k, self.group_size)
+        return self.format.packing(self.shape)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Scales per row of the weight, without padding."""
         return 1 if self.group_size is None else self.k // self.group_size
@@ -319,35 +276,27 @@ class MatmulSpec:
         """Type of y and of the bias."""
         return self.out or self.act
 
-    @property
+    @cached_property
     def zero_kind(self) -> Storage | None:
         """Type of a zero in memory: u8 for integers; for floats the scale's, or act where that has 8 bits; with two
         levels the scale's."""
-        if self.zeros == "int":
-            return "u8"
-        return self._float_kind if self.zeros == "float" else None
+        return self.format.zero_kind(self.act)
 
-    @property
+    @cached_property
     def offset_kind(self) -> Storage | None:
         """Type of an offset in memory: the scale's, or act where that has 8 bits; with two levels the scale's."""
-        return self._float_kind if self.zeros == "offset" else None
+        return self.format.offset_kind(self.act)
 
-    @property
-    def _float_kind(self) -> Storage:
-        if self.bilevel:
-            return self.scale_kind
-        return self.act if self.scale in ("e8m0", "e4m3") else self.scale_kind
-
-    @property
+    @cached_property
     def scale_kind(self) -> Storage:
         """Type of a scale in memory: u8 for codes that are integers, or places in a table."""
-        return "u8" if self.scale in (*SCALE_CODES, TABLE_CODE) else cast(Storage, self.scale)
+        return self.format.scale_kind
 
-    @property
+    @cached_property
     def zero_span(self) -> int:
         """Integer zeros are lo .. lo + this. In bf16 up to 7 bits are decoded by taking away 128 + zero - lo, which is
         exact up to 256."""
-        return 128 if self.act == "bf16" and self.dtype.bits < 8 else 255
+        return self.format.zero_span(self.act)
 
     @cached_property
     def tensors(self) -> tuple[TensorSlot, ...]:
@@ -357,19 +306,7 @@ class MatmulSpec:
     @cached_property
     def given_tensors(self) -> tuple[TensorSlot, ...]:
         """The tensors that `pack` takes: `tensors`, but for codes that share their bytes there."""
-        return weight_tensors(
-            self.packing,
-            self.scale_kind,
-            zero=self.zero_kind,
-            offset=self.offset_kind,
-            row_scale="f32" if self.row_scales else None,
-            bias=self.out_dtype if self.bias else None,
-            outliers="i32" if self.outliers else None,
-            permutation="i32" if self.permuted else None,
-            bilevel=self.bilevel,
-            integer_zeros=self.zeros == "int",
-            code=self.scale,
-        )
+        return self.format.tensors(self.packing, self.call)
 
     def slot(self, name: str) -> TensorSlot:
         """The tensor of this name that `pack` takes. Raises KeyError where there is none."""
@@ -385,13 +322,8 @@ class MatmulSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the spec in terms of JSON, without the fields that have their defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
-        if self.table is not None:
-            given["table"] = list(self.table)
-        if self.bilevel is not None:
-            given["bilevel"] = self.bilevel.to_dict()
-        return {"version": VERSION, **given}
+        values = ((f, getattr(self, f.name)) for f in fields(self))
+        return {"version": VERSION, **{f.name: in_json(value) for f, value in values if value != f.default}}
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> MatmulSpec:
@@ -410,18 +342,9 @@ class MatmulSpec:
         return cls(**values)
 
     def __str__(self) -> str:
-        group = "row" if self.group_size is None else str(self.group_size)
-        zeros = {"none": "", "offset": ", offsets"}.get(self.zeros, f", {self.zeros} zeros")
-        others = (", row scales" if self.row_scales else "") + (", permuted" if self.permuted else "")
         bias = " + bias" if self.bias else ""
-        outliers = " + outliers" if self.outliers else ""
-        scale = self.scale if self.bilevel is None else f"{self.scale} * {self.bilevel.scale}"
-        compute = f" in {self.compute}" if self.compute else ""
-        compute += ", folded" if self.fold_scales else ""
-        compute += f", from {self.compute_from} rows on" if self.compute_from > 1 else ""
-        weight = f"{self.weight}[{self.n}, {self.k}] {scale} scale per {group}{zeros}{others}{outliers}"
         epilogue = f", {self.epilogue}" if self.epilogue else ""
-        return f"{weight}: {self.act}{compute} -> {self.out_dtype}{bias}{epilogue}"
+        return f"{self.format.described(self.shape)}: {self.call}{bias}{epilogue}"
 
 
 _interned: WeakKeyDictionary[MatmulSpec, ref[MatmulSpec]] = WeakKeyDictionary()
@@ -435,22 +358,3 @@ def interned(spec: MatmulSpec) -> MatmulSpec:
         _interned[spec] = ref(spec)
         return spec
     return found
-
-
-def _group_size(given: object, k: int) -> int:
-    g = integer("group_size", given, 1)
-    if g >= MIN_K and k % g == 0:
-        return g
-    small = [d for d in range(1, math.isqrt(k) + 1) if k % d == 0]
-    divisors = sorted(d for d in {*small, *(k // d for d in small)} if d >= MIN_K)
-    below, above = [d for d in divisors if d < g][-1:], [d for d in divisors if d > g][:1]
-    rule = f"must divide k={k}" if g >= MIN_K else f"must be at least {MIN_K} and divide k={k}"
-    fix = " or ".join(str(d) for d in below + above)
-    raise SpecError(f"group_size={g} {rule}; try {fix}, or None for one scale per row")
-
-
-def _compute(given: object) -> str:
-    """The type of products, under any of its names."""
-    names = {"e4m3": "f8e4m3", "int8": "i8", "s8": "i8"}
-    short = plain_name(short_name(given))
-    return choice("compute", names.get(str(short), str(short)), COMPUTE)

@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 # -- what a name says of itself
 
+_PROPERTIES = property | cached_property
+
 
 def _described(value: Any) -> Iterator[str]:
     """Signature and docstring of a function, or of a class and its public methods."""
@@ -175,7 +178,7 @@ def _is_public(name: str) -> bool:
 
 
 def _is_callable(member: Any) -> bool:
-    return isinstance(member, property | staticmethod | classmethod) or inspect.isfunction(member)
+    return isinstance(member, _PROPERTIES | staticmethod | classmethod) or inspect.isfunction(member)
 
 
 def _overrides(cls: type, name: str) -> bool:
@@ -186,12 +189,14 @@ def _overrides(cls: type, name: str) -> bool:
 
 def _function(member: Any) -> Any:
     """The function behind a method, a property or a class method."""
+    if isinstance(member, cached_property):
+        return member.func
     return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
 
 
 def _signature(value: Any, name: str = "") -> str:
     """Returns how a function is called, with annotations as in the source; a property is written as an attribute."""
-    if isinstance(value, property):
+    if isinstance(value, _PROPERTIES):
         return f"{name}: {inspect.signature(_function(value)).return_annotation}"
     signature = inspect.signature(_function(value))
     parameters = [p.replace(annotation=_as_written(p.annotation)) for p in signature.parameters.values()]

@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from lowbit.dialect.errors import LowbitError, SpecError
 from lowbit.dialect.fields import did_you_mean
-from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
+from lowbit.dialect.shape import MIN_K
+from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.embedding import spec_of_embedding, tied_linears, why_not
 from lowbit.pylib.nn.experts import is_experts, specs_of_experts
 from lowbit.pylib.nn.linear import CODES, act_of, is_codes, spec_of

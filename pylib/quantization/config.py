@@ -14,7 +14,8 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.presets import PRESETS as PRESET_SPECS
-from lowbit.dialect.spec import MIN_K, Act, MatmulSpec, Scale, Zeros
+from lowbit.dialect.shape import MIN_K
+from lowbit.dialect.spec import Act, MatmulSpec, Scale, Zeros
 
 Method = Literal["rtn", "hqq", "gptq", "awq", "signround", "spqr"]
 Clip = Literal["mse", "max"]

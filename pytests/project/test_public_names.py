@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 
@@ -24,7 +25,7 @@ def test_every_public_name_has_a_docstring() -> None:
     for name, value in public.items():
         for key, member in vars(value).items() if inspect.isclass(value) else ():
             function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-            if isinstance(function, FunctionType | property) and not key.startswith("_"):
+            if isinstance(function, FunctionType | property | cached_property) and not key.startswith("_"):
                 described[f"{name}.{key}"] = function
     assert [name for name, value in described.items() if not inspect.getdoc(value)] == []
     assert len(described) > 2 * len(public)

@@ -16,7 +16,7 @@ from quantized_weights import CONFIG, inputs_of, output_error, weight_of
 import lowbit
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.spec import SCALES
+from lowbit.dialect.weight_format import SCALES
 from lowbit.pylib.quantization.config import METHODS, QuantConfig
 
 W = weight_of(4, 64)

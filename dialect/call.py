@@ -1,0 +1,77 @@
+"""In which types a weight is multiplied: `Call`, one of the parts of a `MatmulSpec`. A packed weight can be called in
+several ways, as far as it has the same tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from lowbit.dialect.elements import ELEMENTS, Element
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import boolean, choice, integer
+from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
+from lowbit.dialect.formats.names import plain_name, short_name
+
+Act = Literal["f16", "bf16"]
+Out = Literal["f16", "bf16", "f32"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The types of a matmul's x, y and products. `MatmulSpec` explains the fields.
+
+    act           type of x
+    out           type of y and of the bias; None: as act
+    compute       type in which codes and x are multiplied, "f8e4m3" or "i8"; None: act
+    fold_scales   whether kernels for many tokens may round scaled weights to f8e4m3
+    compute_from  rows of x from which on they are multiplied in `compute`
+
+    Raises SpecError that names the field, what was given, what is allowed, and a fix.
+    """
+
+    act: Act = "f16"
+    out: Out | None = None
+    compute: Compute | None = None
+    fold_scales: bool = False
+    compute_from: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "act", choice("act", short_name(self.act), ("f16", "bf16")))
+        if self.out is not None:
+            object.__setattr__(self, "out", choice("out", short_name(self.out), ("f16", "bf16", "f32")))
+        if self.compute is not None:
+            object.__setattr__(self, "compute", _compute(self.compute))
+        object.__setattr__(self, "compute_from", integer("compute_from", self.compute_from, 1))
+        if boolean("fold_scales", self.fold_scales) and self.compute != "f8e4m3":
+            raise SpecError(self._misfit_of_folding())
+        if self.compute_from > 1 and not self.compute:
+            raise SpecError(f"compute_from={self.compute_from} needs compute='f8e4m3' or 'i8'; name one, or drop it")
+
+    def _misfit_of_folding(self) -> str:
+        if self.compute:
+            return f"fold_scales=True needs compute='f8e4m3', not {self.compute!r}: a scaled integer is none"
+        return "fold_scales=True needs compute='f8e4m3'; use both, or fold_scales=False"
+
+    def __str__(self) -> str:
+        compute = f" in {self.compute}" if self.compute else ""
+        compute += ", folded" if self.fold_scales else ""
+        compute += f", from {self.compute_from} rows on" if self.compute_from > 1 else ""
+        return f"{self.act}{compute} -> {self.out_dtype}"
+
+    @cached_property
+    def x(self) -> Element:
+        """The type of the activation's numbers as they are multiplied."""
+        return ELEMENTS[(self.compute or self.act).removeprefix("f8")]
+
+    @property
+    def out_dtype(self) -> Out:
+        """Type of y and of the bias."""
+        return self.out or self.act
+
+
+def _compute(given: object) -> str:
+    """The type of products, under any of its names."""
+    names = {"e4m3": "f8e4m3", "int8": "i8", "s8": "i8"}
+    short = plain_name(short_name(given))
+    return choice("compute", names.get(str(short), str(short)), COMPUTE)
