@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from lowbit.dialect import ops
 from lowbit.dialect.assembly import print_module
 from lowbit.dialect.bindings import func, ir, new_context
+from lowbit.dialect.call import Act, Call, Out
 from lowbit.dialect.epilogue import Epilogue
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.packed_type import Packed, packed_type
-from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule, Operation
 from lowbit.passes.kernels.permute.family import permute_spec
 from lowbit.passes.kernels.quantize.family import quantize_spec
@@ -146,38 +148,30 @@ def spec_of(op: Any) -> MatmulSpec:
         k, act = x.shape[1], cast(Act, str(x.element_type))
         return permute_spec(k, act) if isinstance(op, ops.PermuteOp) else quantize_spec(k, act, _compute_of(op.values))
     w = packed_of(op)
-    act = y = "f16"  # packing depends on neither
-    epilogue, bias, compute = "none", False, None
+    added = isinstance(op, ops.MatmulOp | ops.QuantizedMatmulOp)
+    outliers = isinstance(op, ops.MatmulOp | ops.DequantizeOp) and op.outliers
+    format = replace(w.format, bias=added and len(op.bias) > 0, outliers=outliers)
+    epilogue = cast(Epilogue, op.epilogue) if added and op.epilogue != "none" else None
+    return MatmulSpec.of(w.shape, format, _call_of(op), epilogue)
+
+
+def _call_of(op: Any) -> Call:
+    """The types of an operation's tensors; those of one that has neither x nor y are as good as any."""
     if isinstance(op, ops.MatmulOp):
-        act, y = (str(ir.RankedTensorType(t.type).element_type) for t in (op.x, op.y))
-        epilogue, bias = op.epilogue, len(op.bias) > 0
-    elif isinstance(op, ops.QuantizedMatmulOp):
-        y, compute = str(ir.RankedTensorType(op.y.type).element_type), _compute_of(op.values)
-        epilogue, bias = op.epilogue, len(op.bias) > 0
-    elif isinstance(op, ops.DequantizeOp):
-        act = y = str(ir.RankedTensorType(op.y.type).element_type)
-    return MatmulSpec(
-        w.n,
-        w.k,
-        w.format.name,
-        group_size=w.group,
-        zeros=cast(Zeros, w.zeros),
-        scale=cast(Scale, w.scale),
-        act=cast(Act, act),
-        out=None if y == act else cast(Out, y),
-        bias=bias,
-        row_scales=w.row_scales,
-        bilevel=w.bilevel,
-        table=w.format.table if w.format.name.startswith("lut") else None,
-        outliers=isinstance(op, ops.MatmulOp | ops.DequantizeOp) and op.outliers,
-        compute=compute,
-        fold_scales=isinstance(op, ops.QuantizedMatmulOp) and op.fold_scales,
-        epilogue=None if epilogue == "none" else cast(Epilogue, epilogue),
-    )
+        act, out = _element(op.x), _element(op.y)
+        return Call(cast(Act, act), None if out == act else cast(Out, out))
+    if isinstance(op, ops.QuantizedMatmulOp):
+        out = None if _element(op.y) == "f16" else cast(Out, _element(op.y))
+        return Call(out=out, compute=_compute_of(op.values), fold_scales=op.fold_scales)
+    return Call(cast(Act, _element(op.y))) if isinstance(op, ops.DequantizeOp) else Call()
+
+
+def _element(value: Any) -> str:
+    return str(ir.RankedTensorType(value.type).element_type)
 
 
 def _compute_of(values: Any) -> Compute:
-    return "i8" if str(ir.RankedTensorType(values.type).element_type) == "i8" else "f8e4m3"
+    return "i8" if _element(values) == "i8" else "f8e4m3"
 
 
 def schedule_attr(schedule: KernelSchedule) -> Any:

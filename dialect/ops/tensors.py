@@ -68,7 +68,7 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
         _check_packing(op, w)
-        tensor(op.x, "x", (None, w.k), ACTS)
+        tensor(op.x, "x", (None, w.shape.k), ACTS)
         _check_output(op, w)
 
 
@@ -135,25 +135,26 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
         _check_packing(op, w)
-        _check_quantized(op.values, op.scales, op.sums, w.k)
+        _check_quantized(op.values, op.scales, op.sums, w.shape.k)
         if op.fold_scales:
             same_element("f8E4M3FN", str(ir.RankedTensorType(op.values.type).element_type), "values with fold_scales")
-            expect(w.group is None or w.row_scales, "scales with fold_scales", "scales of rows, too", "none of rows")
+            scaled = w.format.group_size is None or w.format.row_scales
+            expect(scaled, "scales with fold_scales", "scales of rows, too", "none of rows")
         _check_output(op, w)
 
 
 def _check_output(op: Any, w: Packed) -> None:
     """y, and what is added to sums, of y's type: a bias, if there is one, and a residual, if the epilogue adds one."""
-    gated = op.epilogue in ACTIVATIONS
-    expect(not gated or w.n % ROWS == 0, f"rows with {op.epilogue}", f"a multiple of {ROWS}", w.n)
-    out = tensor(op.y, "y", (None, w.n // 2 if gated else w.n), tuple(REALS))
+    n, gated = w.shape.n, op.epilogue in ACTIVATIONS
+    expect(not gated or n % ROWS == 0, f"rows with {op.epilogue}", f"a multiple of {ROWS}", n)
+    out = tensor(op.y, "y", (None, n // 2 if gated else n), tuple(REALS))
     expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
     for bias in op.bias:
-        tensor(bias, "bias", (w.n,), (out,))
+        tensor(bias, "bias", (n,), (out,))
     wanted = int(op.epilogue == RESIDUAL)
     expect(len(op.residual) == wanted, f"residual with epilogue={op.epilogue}", wanted, len(op.residual))
     for residual in op.residual:
-        tensor(residual, "residual", (None, w.n), (out,))
+        tensor(residual, "residual", (None, n), (out,))
 
 
 def _check_quantized(values: Any, scales: Any, sums: Any, k: int) -> None:
@@ -177,7 +178,7 @@ class DequantizeOp(Lowbit.Operation, name="dequantize"):
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
         _check_packing(op, w)
-        tensor(op.y, "y", (w.n, w.k), ACTS)
+        tensor(op.y, "y", (w.shape.n, w.shape.k), ACTS)
 
 
 class PrepackOp(Lowbit.Operation, name="prepack"):
@@ -196,5 +197,5 @@ class PrepackOp(Lowbit.Operation, name="prepack"):
     def verify_invariants(op: Any) -> None:
         w = Packed.of(ir.TypeAttr(op.weight).value)
         _check_packing(op, w)
-        tensor(op.codes, "codes", (w.n, w.k), ("i8",))
+        tensor(op.codes, "codes", (w.shape.n, w.shape.k), ("i8",))
         tensor(op.packed, "packed", w.packing.codes_shape, ("i32",))

@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from lowbit.dialect import ops
 from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.call import Call
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.packed_type import Packed, packed_type
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.shape import Shape
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight_format import WeightFormat
+from lowbit.passes.tensor_programs import matmul_module, spec_of
 
 PARTS: tuple[type[Any], ...] = (Shape, WeightFormat, Call)
 SPECS = [
@@ -106,3 +110,32 @@ def test_need_neither_torch_nor_mlir(module: str, repo: Path) -> None:
     code = f"import sys, lowbit.dialect.{module}; print(*({{'torch', 'torch_mlir', 'mlir'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+STORED: dict[str, dict[str, Any]] = {
+    "weight": {"weight": "i3"},
+    "group_size": {"group_size": 32},
+    "zeros": {"zeros": "float"},
+    "scale": {"scale": "bf16"},
+    "table": {"weight": "lut1", "table": (1.0, 2.5)},
+    "row_scales": {"row_scales": True},
+    "bilevel": {"group_size": 32, "scale": "u6", "bilevel": Bilevel(groups=2)},
+}
+"""A weight that has each field of the format that stands in the type of a packed weight."""
+
+
+def test_the_type_of_a_packed_weight_has_every_field_of_its_format() -> None:
+    """Others are flags or operands of operations, from which `spec_of` reads them."""
+    of_operations = {"bias": False, "outliers": False, "permuted": False}
+    assert {*STORED, *of_operations} == {f.name for f in fields(WeightFormat)}
+    with new_context() as context, ir.Location.unknown():
+        ops.register(context)
+        for name, given in STORED.items():
+            spec = MatmulSpec(**{"n": 64, "k": 256, "weight": "u4", **given})
+            assert getattr(spec.format, name) != getattr(MatmulSpec(64, 256, "u4").format, name)
+            assert Packed.of(packed_type(spec)) == Packed(spec.shape, spec.format)
+            added = replace(spec, bias=True, outliers=True)
+            assert packed_type(replace(added, permuted=True)) == packed_type(spec)
+            module = matmul_module(added)
+            (function,) = module.body.operations
+            assert spec_of(function.regions[0].blocks[0].operations[0]) == added
