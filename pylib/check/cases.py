@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lowbit.dialect.bilevel import Bilevel
@@ -92,10 +92,8 @@ def spec_of(choice: Mapping[str, Any], rng: random.Random) -> MatmulSpec:
     )
 
 
-_PLAIN = (
-    *("n", "k", "weight", "group_size", "zeros", "scale", "act", "out"),
-    *("bias", "row_scales", "permuted", "outliers", "epilogue"),
-)
+_MADE = ("table", "bilevel", "compute", "fold_scales", "compute_from")
+_PLAIN = tuple(f.name for f in fields(MatmulSpec) if f.name not in _MADE)
 
 
 def _second_level(choice: Mapping[str, Any], rng: random.Random) -> Bilevel:

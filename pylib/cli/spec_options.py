@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -27,28 +29,45 @@ ScheduleText = Annotated[
     typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8 or family=prefill,tokens=256."),
 ]
 
-_SHAPE = ("n", "k", "weight")
 _SHORT = {"n": "-n", "k": "-k", "weight": "-w", "group_size": "-g"}
-_SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "n": (int, 4096, "Rows of the weight: outputs."),
-    "k": (int, 4096, "Columns of the weight: inputs."),
-    "weight": (str, "u4", "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8; or q4_k, nvfp4 ..."),
-    "group_size": (int | None, None, "Columns that share a scale; 0, or without it: one scale per row."),
-    "zeros": (str, "none", "Zero points: none, int, float or offset."),
-    "scale": (str, "f16", "Type of the scales: f16, bf16, f32, e8m0, e4m3, or codes with --bilevel."),
-    "act": (str, "f16", "Type of x: f16 or bf16."),
-    "out": (str | None, None, "Type of y: f16, bf16 or f32; without it, as x."),
-    "bias": (bool, False, "Add a bias."),
-    "table": (str | None, None, "The values of a lut<b> format, separated by commas."),
-    "row_scales": (bool, False, "Scale every row, too."),
-    "bilevel": (str | None, None, "The second level of scales that are codes, such as rows=1,groups=8,scale=f16."),
-    "permuted": (bool, False, "Columns are in another order than x's."),
-    "outliers": (bool, False, "Add outliers, a sparse matrix in f16."),
-    "compute": (str | None, None, "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x."),
-    "compute_from": (int, 1, "Rows of x from which on they are quantized; fewer are multiplied in the type of x."),
-    "epilogue": (str | None, None, "What becomes of sums: silu_mul, gelu_mul (y [m, n / 2]) or residual."),
-    "fold_scales": (bool, False, "With f8e4m3: round scaled weights, so that sums stay in the tensor core."),
-}  # fmt: skip
+_USUAL = {"n": 4096, "k": 4096, "weight": "u4"}  # of a command without options
+_TEXTS = {
+    "n": "Rows of the weight: outputs.",
+    "k": "Columns of the weight: inputs.",
+    "weight": "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8; or q4_k, nvfp4 ...",
+    "group_size": "Columns that share a scale; 0, or without it: one scale per row.",
+    "zeros": "Zero points: none, int, float or offset.",
+    "scale": "Type of the scales: f16, bf16, f32, e8m0, e4m3, or codes with --bilevel.",
+    "act": "Type of x: f16 or bf16.",
+    "out": "Type of y: f16, bf16 or f32; without it, as x.",
+    "bias": "Add a bias.",
+    "table": "The values of a lut<b> format, separated by commas.",
+    "row_scales": "Scale every row, too.",
+    "bilevel": "The second level of scales that are codes, such as rows=1,groups=8,scale=f16.",
+    "permuted": "Columns are in another order than x's.",
+    "outliers": "Add outliers, a sparse matrix in f16.",
+    "compute": "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x.",
+    "compute_from": "Rows of x from which on they are quantized; fewer are multiplied in the type of x.",
+    "epilogue": "What becomes of sums: silu_mul, gelu_mul (y [m, n / 2]) or residual.",
+    "fold_scales": "With f8e4m3: round scaled weights, so that sums stay in the tensor core.",
+}
+"""What `--help` says of each field of a spec, in this order."""
+
+
+def _options() -> dict[str, tuple[Any, Any, str]]:
+    """Returns the type and default of the option for each field, and what `--help` says of it."""
+    types, defaults = get_type_hints(MatmulSpec), {f.name: f.default for f in fields(MatmulSpec)} | _USUAL
+    return {name: (_kind(types[name]), defaults[name], text) for name, text in _TEXTS.items()}
+
+
+def _kind(field: Any) -> Any:
+    """Returns the type of an option for a field of this type: what is neither a flag nor a number is a text."""
+    if field in (bool, int, int | None):
+        return field
+    return str | None if NoneType in get_args(field) else str
+
+
+_SPEC_OPTIONS = _options()
 
 
 def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,15 +75,15 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def with_options(**given: Any) -> None:
-        fields = {name: given.pop(name) for name in _SPEC_OPTIONS}
-        fields["group_size"] = fields["group_size"] or None
-        if fields["table"] is not None:
-            fields["table"] = _numbers(fields["table"])
-        if fields["bilevel"] is not None:
+        values = {name: given.pop(name) for name in _SPEC_OPTIONS}
+        values["group_size"] = values["group_size"] or None
+        if values["table"] is not None:
+            values["table"] = _numbers(values["table"])
+        if values["bilevel"] is not None:
             from lowbit.passes.opt.options import from_text
 
-            fields["bilevel"] = from_text(Bilevel, fields["bilevel"], "--bilevel")
-        command(spec=_spec(fields), **given)
+            values["bilevel"] = from_text(Bilevel, values["bilevel"], "--bilevel")
+        command(spec=_spec(values), **given)
 
     def parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
         flags = [f"--{name.replace('_', '-')}", *filter(None, [_SHORT.get(name)])]
@@ -85,15 +104,15 @@ def default_spec() -> MatmulSpec:
     return _spec({name: value for name, (_, value, _) in _SPEC_OPTIONS.items()})
 
 
-def _spec(fields: dict[str, Any]) -> MatmulSpec:
+def _spec(values: dict[str, Any]) -> MatmulSpec:
     """Returns the spec that options spell out, or one that has a name: options that differ from their defaults replace
     what it says."""
-    weight = fields["weight"]
+    weight = values["weight"]
     if weight not in PRESETS or weight in all_names():
-        return MatmulSpec(**fields)
+        return MatmulSpec(**values)
     default = {name: value for name, (_, value, _) in _SPEC_OPTIONS.items()}
-    others = {name: value for name, value in fields.items() if name not in _SHAPE and value != default[name]}
-    return MatmulSpec.preset(weight, fields["n"], fields["k"], **others)
+    others = {name: value for name, value in values.items() if name not in _USUAL and value != default[name]}
+    return MatmulSpec.preset(weight, values["n"], values["k"], **others)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -8,14 +8,16 @@ from math import lcm
 from typing import Any, Literal
 
 from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
+from lowbit.dialect.call import Act, Call
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.fields import boolean, choice
+from lowbit.dialect.fields import boolean, choice, in_json
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.presets import PRESETS as PRESET_SPECS
 from lowbit.dialect.shape import MIN_K
-from lowbit.dialect.spec import Act, MatmulSpec, Scale, Zeros
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight_format import Scale, WeightFormat, Zeros
 
 Method = Literal["rtn", "hqq", "gptq", "awq", "signround", "spqr"]
 Clip = Literal["mse", "max"]
@@ -26,6 +28,9 @@ FLOAT_ZEROS = ("hqq", "spqr")  # methods that choose zeros which are no integers
 BY_COLUMNS = ("gptq", "spqr")  # methods that round a column at a time, and have `beams`
 MAX_BEAMS = 1024
 VERSION = 1  # of `QuantConfig.to_dict`
+_OF_WEIGHT = ("weight", "group_size", "zeros", "scale")  # fields that every spec of a configuration has in common
+_OF_SPEC = {f.name for part in (WeightFormat, Call) for f in fields(part)}.difference(_OF_WEIGHT)
+"""What a configuration calls like one of these is that field of its specs, unless a spec is asked for with another."""
 
 
 @dataclass(frozen=True)
@@ -218,20 +223,16 @@ class QuantConfig:
         """
         zeros: Any = self.zeros
         scale: Any = self.multiplied_in(others.get("act", "f16")).scale_type
+        usual = {f.name: getattr(self, f.name) for f in fields(self) if f.name in _OF_SPEC}
+        usual["bilevel"] = self.second_level
         if self.method == "spqr":
             scale = f"u{self.scale_bits}" if self.second_level else scale
-            others = {"outliers": self.outlier_threshold is not None, "permuted": self.act_order, **others}
-        usual = {"table": self.table, "compute": self.compute, "row_scales": self.row_scales}
-        usual |= {"fold_scales": self.fold_scales, "compute_from": self.compute_from}
-        others = {**usual, "bilevel": self.second_level, **others}
-        return MatmulSpec(n, k, self.weight, self.group_size, zeros, scale, **others)
+            usual |= {"outliers": self.outlier_threshold is not None, "permuted": self.act_order}
+        return MatmulSpec(n, k, self.weight, self.group_size, zeros, scale, **{**usual, **others})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration in terms of JSON."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["table"] = None if self.table is None else list(self.table)
-        values["bilevel"] = None if self.bilevel is None else self.bilevel.to_dict()
-        return {"version": VERSION, **values}
+        return {"version": VERSION, **{f.name: in_json(getattr(self, f.name)) for f in fields(self)}}
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> QuantConfig:

@@ -15,9 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lowbit.dialect.call import Call
 from lowbit.dialect.errors import PackError, SpecError
+from lowbit.dialect.shape import Shape
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
+from lowbit.dialect.weight_format import WeightFormat
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import shared_bytes
 from lowbit.pylib.weights.tensor_checks import ALIGNMENT, check_slot, has_memory
@@ -28,9 +31,8 @@ SEPARATE_CODES = 3  # the format that has a tensor for each of `MatmulSpec.given
 WITHOUT_TYPES = 2  # the one before, whose "spec" does not say act and out
 SPEC = "spec"
 LONGEST_SPEC = 1 << 16  # bytes; a table of 256 numbers takes 6 KiB
-_OF_PRODUCTS = ("compute", "compute_from", "fold_scales", "row_scales")
-_OF_CALLS = ("act", "out", "compute", "compute_from", "epilogue")
-WEIGHT_FIELDS = tuple(f.name for f in fields(MatmulSpec) if f.name not in _OF_CALLS)
+_OF_PRODUCTS = (*(f.name for f in fields(Call) if f.name not in ("act", "out")), "row_scales")
+WEIGHT_FIELDS = (*(f.name for part in (Shape, WeightFormat) for f in fields(part)), "fold_scales")
 """The fields of a spec that a weight was packed with. It can be loaded for other types of x, y and products if its
 tensors fit."""
 

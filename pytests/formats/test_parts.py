@@ -24,6 +24,8 @@ from lowbit.dialect.shape import Shape
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight_format import WeightFormat
 from lowbit.passes.tensor_programs import matmul_module, spec_of
+from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.weights.saved import WEIGHT_FIELDS
 
 PARTS: tuple[type[Any], ...] = (Shape, WeightFormat, Call)
 SPECS = [
@@ -139,3 +141,28 @@ def test_the_type_of_a_packed_weight_has_every_field_of_its_format() -> None:
             module = matmul_module(added)
             (function,) = module.body.operations
             assert spec_of(function.regions[0].blocks[0].operations[0]) == added
+
+
+CONFIGS = [
+    QuantConfig("f4e2m1", 64, scale="f32", compute="f8e4m3", compute_from=17),
+    QuantConfig("u4", 64, zeros="float", compute="f8e4m3", fold_scales=True, method="rtn"),
+    QuantConfig("lut1", table=(1.0, 2.5)),
+    QuantConfig.preset("nvfp4"),
+    QuantConfig.preset("q4_k"),
+]
+
+
+def test_a_configuration_passes_on_every_field_that_it_shares_with_a_spec() -> None:
+    shared = {f.name for f in fields(QuantConfig)} & {f.name for f in fields(MatmulSpec)}
+    specs = [config.spec(64, 1024) for config in CONFIGS]
+    for name in shared:
+        given = [(getattr(config, name), getattr(spec, name)) for config, spec in zip(CONFIGS, specs)]
+        assert [(name, value) for value, kept in given if value not in (None, kept) and name != "row_scales"] == []
+        assert len({value for value, _ in given}) > 1, f"no configuration here has another {name}"
+    assert [spec.row_scales for spec in specs] == [False, True, False, True, False]  # folded scales have them
+
+
+def test_a_saved_weight_is_of_its_shape_and_format() -> None:
+    """And of `fold_scales`, from which `pack` chooses scales; the rest may change from call to call."""
+    calls = {f.name for f in fields(Call)} - {"fold_scales"} | {"epilogue"}
+    assert {*WEIGHT_FIELDS} == {f.name for f in fields(MatmulSpec)} - calls
