@@ -20,7 +20,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import load

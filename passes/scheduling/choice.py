@@ -19,8 +19,8 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.scheduling.tables import REACH, Entry, Key, Table, nearest, shipped_tables
 from lowbit.passes.target import Target

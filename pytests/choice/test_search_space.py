@@ -11,7 +11,7 @@ from made_up_gpu import HOPPER, SPEC
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.kernels.streaming import search_space as decode_space

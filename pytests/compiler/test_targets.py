@@ -8,8 +8,8 @@ import pytest
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.legality import check_schedule
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.targets import GPUS, parse_target, target_of_gpu
 
 

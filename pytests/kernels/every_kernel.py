@@ -10,7 +10,7 @@ from emulated import Inputs, dequantize_is_right, matmul_is_right, run_dequantiz
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.pipeline import CompiledKernel

@@ -22,12 +22,12 @@ from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.eight_bit_prefill import codes, plan, sums, weight
+from lowbit.passes.kernels.eight_bit_prefill import codes, plan, product_sums, weight_bytes
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
-from lowbit.passes.kernels.prefill.legality import shared_bytes
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.targets import parse_target
@@ -60,7 +60,7 @@ def spec_of(compute: Compute, weight: str, number: int) -> MatmulSpec:
     group = (256 if bits in (3, 5, 6, 7) else 32, None, 256)[number % 3]
     zeros = "int" if weight[0] in "ui" and number % 2 and bits < 8 else "none"
     spec = MatmulSpec(40, 4096, weight, group, zeros=zeros, compute=compute, out="f32")
-    return replace(spec, k=EightBitPrefillPlan(spec, SMALL).step + max(256, spec.packing.chunk))
+    return replace(spec, k=bytes_plan(spec, SMALL, WGMMA).base.round.step + max(256, spec.packing.chunk))
 
 
 @pytest.mark.parametrize(("compute", "weight"), FITTING)
@@ -109,7 +109,7 @@ LARGE = MatmulSpec(8192, 8192, "u4", 128, compute="i8", out="f32")
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", FAMILY.candidates(LARGE, 4096, HOPPER), ids=str)
 def test_what_is_chosen(schedule: Schedule) -> None:
-    spec = replace(LARGE, n=272, k=2 * EightBitPrefillPlan(LARGE, schedule).step)
+    spec = replace(LARGE, n=272, k=2 * bytes_plan(LARGE, schedule, WGMMA).base.round.step)
     assert is_exact(spec, schedule, schedule.tokens + 9)
 
 
@@ -139,10 +139,10 @@ def test_scales_of_rows_beside_those_of_groups() -> None:
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "power of two": (weight, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
+    "power of two": (weight_bytes, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
     "offset": (plan, "zero_code", lambda right: lambda t: right(t) - 1),
-    "scales": (weight.EightBitWeight, "scale_of", lambda right: lambda self, some, held: None),
-    "part": (sums.PromotedSums, "_begin", lambda right: lambda self, some, part: right(self, some, 0)),
+    "scales": (weight_bytes.PlainBytes, "scale_of", lambda right: lambda self, some, held: None),
+    "part": (product_sums.PromotedSums, "_begin", lambda right: lambda self, some, part: right(self, some, 0)),
     "turn": (codes, "turn", lambda right: lambda number, *others: (right(number, *others)[0], *right(0, *others)[1:])),
 }
 
@@ -173,15 +173,17 @@ def test_codes_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_cover_every_column(compute: Compute, panel_k: int, group: int) -> None:
     """Once, in order, and each is of one group; those of f8e4m3 have at most 128 columns."""
     spec = MatmulSpec(128, 6144, "u8" if compute == "i8" else "u4", group, compute=compute)
-    made = EightBitPrefillPlan(spec, Schedule(16, panel_k))
-    found = [(panel * panel_k + some.start, some) for panel in range(made.panels) for some in made.products(panel)]
+    made = bytes_plan(spec, Schedule(16, panel_k), WGMMA)
+    panels, step, groups = made.base.round.panels, made.base.round.step, max(1, made.base.scaling.groups)
+    found = [(panel * panel_k + some.start, some) for panel in range(panels) for some in made.products.of_panel(panel)]
     assert [start for start, _ in found] == [sum(some.width for _, some in found[:i]) for i in range(len(found))]
-    assert sum(some.width for _, some in found) == made.step
-    size = made.step // max(1, made.groups)
+    assert sum(some.width for _, some in found) == step
+    size = step // groups
     assert all(some.group == start // size == (start + some.width - 1) // size for start, some in found)
     assert max(some.width for _, some in found) <= (panel_k if compute == "i8" else 128)
-    assert made.pieces % made.held_pieces == 0 and max(1, made.groups) % made.held_groups == 0
-    assert made.held_groups >= max(len({some.group for some in made.products(panel)}) for panel in range(made.panels))
+    assert made.base.round.pieces % made.held.pieces == 0 and groups % made.held.groups == 0
+    of_panels = [{some.group for some in made.products.of_panel(panel)} for panel in range(panels)]
+    assert made.held.groups >= max(map(len, of_panels))
 
 
 @pytest.mark.parametrize(
@@ -199,11 +201,11 @@ def test_products_cover_every_column(compute: Compute, panel_k: int, group: int)
 )
 def test_codes_wait_in_the_shared_memory_that_is_left(weight: str, schedule: Schedule, stages: int) -> None:
     spec = MatmulSpec(8192, 8192, weight, compute="i8")
-    made = EightBitPrefillPlan(spec, schedule)
-    assert made.code_stages == stages and (stages == 0 or made.pieces % stages == 0)
-    codes_of_rows = stages * 128 * made.piece * spec.packing.bits // 8
+    made = bytes_plan(spec, schedule, WGMMA)
+    assert made.held.code_stages == stages and (stages == 0 or made.base.round.pieces % stages == 0)
+    codes_of_rows = stages * 128 * made.base.round.piece * spec.packing.bits // 8
     found = compiled(spec, schedule).launch.shared_bytes
-    assert found - codes_of_rows <= shared_bytes(made) and found <= HOPPER.max_shared_per_block
+    assert found - codes_of_rows <= made.base.shared_bytes and found <= HOPPER.max_shared_per_block
 
 
 # -- resources

@@ -21,12 +21,11 @@ from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.eight_bit_prefill import plan, weight
+from lowbit.passes.kernels.eight_bit_prefill import plan, weight_bytes
 from lowbit.passes.kernels.eight_bit_prefill_mma.family import TOKEN_TILES, EightBitPrefillMma
-from lowbit.passes.kernels.eight_bit_prefill_mma.legality import shared_bytes
-from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule as Schedule
-from lowbit.passes.kernels.prefill_mma.panels import CopiedPanels
+from lowbit.passes.kernels.persistent.copied_panels import CopiedPanels
+from lowbit.passes.kernels.persistent.engine import BYTES_MMA
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import Target
@@ -135,13 +134,13 @@ def test_by_request_where_there_is_wgmma() -> None:
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "power of two": (weight, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
+    "power of two": (weight_bytes, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
     "offset": (plan, "zero_code", lambda right: lambda t: right(t) - 1),
-    "scales": (weight.EightBitWeight, "scale_of", lambda right: lambda self, some, held: None),
+    "scales": (weight_bytes.PlainBytes, "scale_of", lambda right: lambda self, some, held: None),
     "tokens": (
         CopiedPanels,
-        "_copy_tokens",
-        lambda right: lambda self, target, token, tokens, panel: right(self, target, token * 0, tokens, panel),
+        "_copy_part",
+        lambda right: lambda self, target, token, panel: right(self, target, token * 0, panel),
     ),
 }
 
@@ -186,7 +185,7 @@ def test_few_spills(choices: dict[str, Any], most: int) -> None:
         used = resource_usage(kernel.ptx, target)
         assert max(used.spill_stores, used.spill_loads) <= most, schedule
         assert used.registers * kernel.launch.threads <= 65536
-        assert shared_bytes(EightBitPrefillMmaPlan(spec, schedule)) <= kernel.launch.shared_bytes
+        assert plan.bytes_plan(spec, schedule, BYTES_MMA).base.shared_bytes <= kernel.launch.shared_bytes
         assert kernel.launch.shared_bytes <= target.max_shared_per_block
 
 

@@ -19,7 +19,7 @@ from lowbit.dialect.errors import LowbitError, PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.pylib.reference import agrees, matmul, random_inputs, random_residual, tolerance
 from lowbit.pylib.tune.trial import rounding
 from lowbit.pylib.weights.packed import PackedWeight, pack

@@ -28,9 +28,10 @@ from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
-from lowbit.passes.kernels.eight_bit_prefill import folded_weight as weight_side
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
-from lowbit.passes.kernels.prefill.weight import WeightRegisters
+from lowbit.passes.kernels.eight_bit_prefill.weight_bytes import FoldedBytes
+from lowbit.passes.kernels.persistent.fragments import Fragments
+from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 from lowbit.passes.lowering import byte_numbers
 from lowbit.passes.scheduling.choice import schedule_for, token_tiles
 from lowbit.passes.targets import parse_target
@@ -359,15 +360,15 @@ def test_every_spec_has_kernels(target: str) -> None:
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "order of columns": (byte_numbers, "_e4m3_row", lambda right: lambda near, far: right(far, near)),
-    "group": (weight_side.FoldedWeight, "_as_round", lambda right: lambda self, held: swapped(right(self, held))),
-    "scale of rows": (weight_side.FoldedWeight, "_scaled", lambda right: lambda self, numbers, *others: numbers),
+    "group": (FoldedBytes, "_as_round", lambda right: lambda self, held: swapped(right(self, held))),
+    "scale of rows": (Fragments, "_in_type_of_x", lambda right: lambda self, numbers, *others: numbers),
 }
 
 
 def swapped(registers: WeightRegisters) -> WeightRegisters:
     """The same with the scales of another group."""
-    first, second, *others = registers.factors["scales"]
-    return replace(registers, factors={**registers.factors, "scales": [second, first, *others]})
+    first, second, *others = registers.scales["scales"]
+    return replace(registers, scales={**registers.scales, "scales": [second, first, *others]})
 
 
 @pytest.mark.parametrize("what", MUTATIONS)

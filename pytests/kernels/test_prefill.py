@@ -21,12 +21,12 @@ from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.prefill.factor import factors_of
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.group_columns import groups_of_panel
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.family import Prefill
-from lowbit.passes.kernels.prefill.legality import check_schedule, shared_bytes
-from lowbit.passes.kernels.prefill.parts import parts_of_panel
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.prefill.legality import check_schedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.targets import parse_target
@@ -56,7 +56,7 @@ WITHIN_F16 = [name for name in EVERY if compute_element(spec_of(name, 16, 1024).
 def test_every_code(weight: str) -> None:
     """One scale per row, and results in f32, where a code that is off by one is far outside the tolerance."""
     spec = spec_of(weight, n=21, k=16)
-    spec = replace(spec, k=spec.packing.chunk + PrefillPlan(spec, SMALL).step, out="f32")
+    spec = replace(spec, k=spec.packing.chunk + PersistentPlan(spec, SMALL, WGMMA).round.step, out="f32")
     problem = exhaustive_problem(spec, m=5)
     y = run_matmul(compiled(spec, SMALL), spec, problem)
     assert matmul_is_right(y, spec, problem)
@@ -91,7 +91,7 @@ def test_small_sizes(choices: dict[str, Any], schedule: PrefillSchedule, m: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", PREFILL.candidates(MatmulSpec(8192, 8192, "u4", 128), 4096, HOPPER), ids=str)
 def test_what_is_chosen(schedule: PrefillSchedule) -> None:
-    spec = MatmulSpec(272, 2 * PrefillPlan(MatmulSpec(8192, 8192, "u4", 128), schedule).step, "u4", 128)
+    spec = MatmulSpec(272, 2 * PersistentPlan(MatmulSpec(8192, 8192, "u4", 128), schedule, WGMMA).round.step, "u4", 128)
     assert is_right(spec, schedule, schedule.tokens + 9, racecheck=False)
 
 
@@ -111,27 +111,27 @@ def test_any_number_of_rows_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("group", [16, 32, 64, 96, 128, 192, 256, 1024])
 @pytest.mark.parametrize(("weight", "panel_k"), [("u4", 64), ("u8", 64), ("u8", 128)])
-def test_parts_of_panels(weight: str, panel_k: int, group: int) -> None:
+def test_groups_of_panels(weight: str, panel_k: int, group: int) -> None:
     """They cover every column of a round once, in order, and a part is of one group."""
     spec = MatmulSpec(128, 3072, weight, group_size=group)
-    plan, group = PrefillPlan(spec, PrefillSchedule(16, panel_k)), spec.packing.padded_group or 0
-    panels = range(plan.panels)
-    parts = [(panel * panel_k + part.start, part) for panel in panels for part in parts_of_panel(plan, panel)]
+    plan, group = PersistentPlan(spec, PrefillSchedule(16, panel_k), WGMMA), spec.packing.padded_group or 0
+    panels = range(plan.round.panels)
+    parts = [(panel * panel_k + part.start, part) for panel in panels for part in groups_of_panel(plan, panel)]
     assert [start for start, _ in parts] == [sum(part.width for _, part in parts[:i]) for i in range(len(parts))]
-    assert sum(part.width for _, part in parts) == plan.step
-    size = min(group, plan.step)
+    assert sum(part.width for _, part in parts) == plan.round.step
+    size = min(group, plan.round.step)
     assert all(part.group == start // size == (start + part.width - 1) // size for start, part in parts)
 
 
 @pytest.mark.parametrize(("group", "columns"), [(16, 16), (64, 64), (192, 192), (704, 64), (1024, 256)])
-def test_factors_of_rounds(group: int, columns: int) -> None:
+def test_scales_of_rounds(group: int, columns: int) -> None:
     """Every number of a round is replaced once, after the last panel that needs it."""
-    plan = PrefillPlan(MatmulSpec(128, 33792, "u4", group_size=group), SMALL)
-    factor = factors_of(plan)["scales"]
-    assert (factor.columns, factor.count * factor.columns) == (columns, plan.step)
-    assert factor.columns * factor.repeat == group
-    ended = [(i, panel) for panel in range(plan.panels) for i in factor.ended(plan, panel)]
-    assert [i for i, _ in ended] == list(range(factor.count))
+    plan = PersistentPlan(MatmulSpec(128, 33792, "u4", group_size=group), SMALL, WGMMA)
+    scales, width = plan.tensors.every["scales"], SMALL.panel_k
+    assert (scales.columns, scales.count * scales.columns) == (columns, plan.round.step)
+    assert scales.columns * scales.repeat == group
+    ended = [(i, panel) for panel in range(plan.round.panels) for i in scales.ended(width, panel)]
+    assert [i for i, _ in ended] == list(range(scales.count))
     assert all(panel == ((i + 1) * columns - 1) // 64 for i, panel in ended)
 
 
@@ -162,7 +162,7 @@ def test_no_spills_and_products_overlap(choices: dict[str, Any], tokens: int) ->
     used = resource_usage(kernel.ptx, HOPPER)
     assert (used.spill_stores, used.spill_loads, used.stack, used.serialized) == (0, 0, 0, False), best
     assert used.registers * kernel.launch.threads <= 65536
-    assert kernel.launch.shared_bytes >= shared_bytes(PrefillPlan(spec, best))
+    assert kernel.launch.shared_bytes >= PersistentPlan(spec, best, WGMMA).shared_bytes
 
 
 @pytest.mark.slow

@@ -17,13 +17,14 @@ from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.prefill.factor import staged_factors
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.outliers import Outliers
+from lowbit.passes.kernels.persistent.panels import BoxPanels
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.scaling import Scaled
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.wgmma import WgmmaMultiplier
 from lowbit.passes.kernels.prefill.family import Prefill
-from lowbit.passes.kernels.prefill.kernel import Kernel
-from lowbit.passes.kernels.prefill.outliers import Outliers
-from lowbit.passes.kernels.prefill.panels import BoxPanels
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
@@ -81,7 +82,7 @@ def test_scales_of_more_bits_than_bf16(weight: str, scale: Scale) -> None:
     """Rows of one 1 show the weights as they are multiplied: hardly further from s * q than bf16 rounds."""
     zeros: Zeros = "int" if weight[0] == "u" else "none"
     spec = MatmulSpec(40, 512, weight, 128, zeros, scale, act="bf16", out="f32")
-    assert PrefillPlan(spec, SMALL).scales_in_two
+    assert PersistentPlan(spec, SMALL, WGMMA).scaling.scaled is Scaled.WEIGHTS_IN_TWO
     _, tensors = random_inputs(spec, 16)
     x = torch.eye(16, spec.k).bfloat16()
     expected = torch.from_numpy(matmul(spec, x, **tensors))
@@ -214,7 +215,7 @@ def test_second_level_of_the_next_block() -> None:
 
 def test_scales_as_two_numbers() -> None:
     """Of scales that f16 has few bits of, as of others, weights lose no more than by being rounded."""
-    assert PrefillPlan(SHARED, SMALL).panel_factors
+    assert PersistentPlan(SHARED, SMALL, WGMMA).scaling.panel_numbers
     x, tensors = random_inputs(SHARED, 9)
     for factor in (1.0, 2.0**-6, 2.0**-9):
         inputs = x, tensors | {"scale_scales": tensors["scale_scales"] * factor}
@@ -223,7 +224,7 @@ def test_scales_as_two_numbers() -> None:
 
 
 def test_numbers_of_the_panel_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "_prepare_next_factors", lambda self, of_panel, panel, number: None)
+    monkeypatch.setattr(WgmmaMultiplier, "_prepare_next_scales", lambda self, of_panel, panel, number: None)
     assert not mutated(SHARED)
 
 
@@ -241,7 +242,7 @@ def test_races_across_a_cluster_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the barriers of a warp, a lane would read outliers, or scales, that another has not written yet."""
-    assert staged_factors(PrefillPlan(CODED, SMALL))
+    assert PersistentPlan(CODED, SMALL, WGMMA).tensors.staged
     barrier = Program.barrier
     monkeypatch.setattr(
         Program, "barrier", lambda self, scope="block", *rest, **others: scope == "warps" or barrier(self, scope)

@@ -19,12 +19,13 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.cost_model import margin
+from lowbit.passes.kernels.persistent.cost_model import margin
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.panels import BoxPanels
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.tile_order import TileOrder
 from lowbit.passes.kernels.prefill.family import Prefill
-from lowbit.passes.kernels.prefill.panels import BoxPanels
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
-from lowbit.passes.kernels.prefill.tile_order import TileOrder
 from lowbit.passes.kernels.registry import family_of, request, schedule_from_dict, schedule_to_dict
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling.choice import default_schedule
@@ -38,7 +39,7 @@ CUT = PrefillSchedule(32, last_tokens=16)
 
 def waves(spec: MatmulSpec, schedule: PrefillSchedule, m: int, blocks: int = SM_COUNT) -> tuple[int, int]:
     """Full waves, and the tokens of the tiles or slices of one that is not full."""
-    found = PrefillPlan(spec, schedule).waves(m, blocks // schedule.cluster)
+    found = PersistentPlan(spec, schedule, WGMMA).tiles.waves(m, blocks // schedule.cluster)
     return found.full, found.last.tokens if found.busy else 0
 
 

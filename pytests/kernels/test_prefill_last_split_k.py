@@ -21,13 +21,13 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.exchange import Exchange
-from lowbit.passes.kernels.prefill.kernel import Kernel
-from lowbit.passes.kernels.prefill.legality import shared_bytes
-from lowbit.passes.kernels.prefill.panels import BoxPanels
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
-from lowbit.passes.kernels.prefill.tile_order import TileOrder
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.exchange import Exchange
+from lowbit.passes.kernels.persistent.kernel import Kernel
+from lowbit.passes.kernels.persistent.panels import BoxPanels
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
 from lowbit.passes.kernels.registry import request, schedule_from_dict, schedule_to_dict
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.pylib.emulator import launch
@@ -124,7 +124,7 @@ def one_order(panels: BoxPanels, tokens: int, blocks: int) -> list[tuple[Any, An
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "nothing added": (Exchange, "_plus_received", lambda self, own, token: own),
     "shares in one order": (BoxPanels, "_boxes_of_tokens", one_order),
-    "first tokens": (Kernel, "_first_stored", lambda self: self.turn.here.token),
+    "first tokens": (Turn, "first_stored", lambda self, rank: self.here.token),
     "first columns": (TileOrder, "_first_round_of_next", lambda self, has_next: 0),
 }
 
@@ -196,7 +196,7 @@ def test_no_spills(choices: dict[str, Any], schedule: PrefillSchedule) -> None:
     kernel = compile_kernel(request(spec, HOPPER, schedule))
     used = resource_usage(kernel.ptx, HOPPER)
     assert (used.spill_stores, used.spill_loads, used.stack, used.serialized) == (0, 0, 0, False)
-    assert kernel.launch.shared_bytes == shared_bytes(PrefillPlan(spec, schedule))
+    assert kernel.launch.shared_bytes == PersistentPlan(spec, schedule, WGMMA).shared_bytes
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.persistent.engine import MMA
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill_mma import cost_model
 from lowbit.passes.kernels.prefill_mma.family import TOKEN_TILES, PrefillMma
-from lowbit.passes.kernels.prefill_mma.legality import check_schedule, shared_bytes
-from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
+from lowbit.passes.kernels.prefill_mma.legality import check_schedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
@@ -138,7 +139,8 @@ def test_few_spills(choices: dict[str, Any], target: Target) -> None:
     used = resource_usage(kernel.ptx, target)
     assert max(used.spill_stores, used.spill_loads) <= 32, schedule
     assert used.registers * kernel.launch.threads <= 65536
-    assert shared_bytes(PrefillMmaPlan(spec, schedule)) <= kernel.launch.shared_bytes <= target.max_shared_per_block
+    needed = PersistentPlan(spec, schedule, MMA).shared_bytes
+    assert needed <= kernel.launch.shared_bytes <= target.max_shared_per_block
 
 
 @pytest.mark.slow

@@ -22,12 +22,13 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.exchange import Exchange
-from lowbit.passes.kernels.prefill.kernel import Kernel
-from lowbit.passes.kernels.prefill.legality import shared_bytes
-from lowbit.passes.kernels.prefill.panels import BoxPanels
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.exchange import Exchange
+from lowbit.passes.kernels.persistent.kernel import Kernel
+from lowbit.passes.kernels.persistent.panels import BoxPanels
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.tile_order import Turn
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import FAMILIES, request
 from lowbit.passes.pipeline import compile_kernel
@@ -96,7 +97,7 @@ SPEC = MatmulSpec(300, 1024, "u4", group_size=128)
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "nothing added": (Exchange, "_plus_received", lambda self, own, token: own),
     "shares in one order": (BoxPanels, "_boxes_of_tokens", lambda self, tokens, blocks: [(0, 0), (tokens, tokens)]),
-    "first tokens": (Kernel, "_first_stored", lambda self: self.turn.here.token),
+    "first tokens": (Turn, "first_stored", lambda self, rank: self.here.token),
 }
 
 
@@ -138,7 +139,7 @@ def test_no_spills_and_products_overlap(choices: dict[str, Any], schedule: Any) 
     assert (used.spill_stores, used.spill_loads, used.stack, used.serialized) == (0, 0, 0, False)
     assert used.registers * kernel.launch.threads <= 65536
     if not spec.compute:
-        assert kernel.launch.shared_bytes == shared_bytes(PrefillPlan(spec, schedule))
+        assert kernel.launch.shared_bytes == PersistentPlan(spec, schedule, WGMMA).shared_bytes
 
 
 def sampled() -> Iterator[MatmulSpec]:

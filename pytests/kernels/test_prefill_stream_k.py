@@ -26,12 +26,13 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Scalar
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill import workspace
-from lowbit.passes.kernels.prefill.legality import shared_bytes
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, Shares
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
-from lowbit.passes.kernels.prefill.stream_order import StreamOrder
-from lowbit.passes.kernels.prefill.workspace import Workspace
+from lowbit.passes.kernels.persistent import workspace
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.stream_order import StreamOrder
+from lowbit.passes.kernels.persistent.tiles import Shares
+from lowbit.passes.kernels.persistent.workspace import Workspace
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import FAMILIES, request
 from lowbit.passes.pipeline import compile_kernel
@@ -111,18 +112,18 @@ def test_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("schedule", [ALL, EVEN, replace(ALL, cluster=2), replace(EVEN, cluster=2)], ids=str)
 @pytest.mark.parametrize(("n", "m"), [(128, 40), (300, 48), (512, 33), (700, 40), (1700, 90), (250, 20)])
 def test_shares(n: int, m: int, schedule: PrefillSchedule) -> None:
-    """Every round of every tile is one block's; no block has more than `PrefillPlan.shares` says."""
-    plan, blocks = PrefillPlan(replace(SPEC, n=n), schedule), SM_COUNT // schedule.cluster
+    """Every round of every tile is one block's; no block has more than `Tiles.shares` says."""
+    plan, blocks = PersistentPlan(replace(SPEC, n=n), schedule, WGMMA), SM_COUNT // schedule.cluster
     rounds = np.stack([rounds_of(plan, m, block, blocks) for block in range(blocks)])  # [blocks, tiles, rounds]
     assert (rounds.sum(0) == 1).all()
-    shares, parts = plan.shares(m, blocks), rounds.any(2)
+    shares, parts = plan.tiles.shares(m, blocks), rounds.any(2)
     assert rounds.sum((1, 2)).max() == shares.rounds
     assert parts.sum(1).max() <= shares.tiles and parts.sum(0).max() <= shares.parts
 
 
-def rounds_of(plan: PrefillPlan, m: int, block: int, blocks: int) -> np.ndarray[Any, Any]:
+def rounds_of(plan: PersistentPlan, m: int, block: int, blocks: int) -> np.ndarray[Any, Any]:
     """How often a block computes the rounds of all tiles, as the program finds out: [tiles, rounds]."""
-    found = np.zeros((plan.tiles(m), plan.rounds), np.float32)
+    found = np.zeros((plan.tiles.count(m), plan.tiles.rounds), np.float32)
 
     def body(p: Program) -> None:
         order = StreamOrder(plan, p["m"], p["block"], p["blocks"], Scalar.of(0))
@@ -180,7 +181,7 @@ def test_no_spills_and_products_overlap(choices: dict[str, Any], schedule: Any) 
     used = resource_usage(kernel.ptx, HOPPER)
     assert (used.spill_stores, used.spill_loads, used.stack, used.serialized) == (0, 0, 0, False)
     if not spec.compute:
-        assert kernel.launch.shared_bytes == shared_bytes(PrefillPlan(spec, schedule))
+        assert kernel.launch.shared_bytes == PersistentPlan(spec, schedule, WGMMA).shared_bytes
 
 
 def sampled() -> Iterator[MatmulSpec]:
@@ -226,12 +227,12 @@ def test_where_tiles_do_not_come_out_even() -> None:
 
 def test_shares_of_known_launches() -> None:
     """5120 rows are 40 tiles for 132 blocks: 34 rounds each; 34816 rows are 272 tiles of ten."""
-    plan = PrefillPlan(MatmulSpec(5120, 17408, "u4", 128), PrefillSchedule(104, 128, stream_k="even"))
-    assert plan.shares(100, 132) == Shares(12, 1, 3, even=True)
-    plan = PrefillPlan(plan.spec, replace(plan.schedule, stream_k="all"))
-    assert plan.shares(100, 132) == Shares(11, 2, 4, even=False)
-    plan = PrefillPlan(MatmulSpec(34816, 5120, "u4", 128), PrefillSchedule(104, 128, stream_k="all"))
-    assert plan.shares(100, 132) == Shares(21, 3, 2, even=False)
+    plan = PersistentPlan(MatmulSpec(5120, 17408, "u4", 128), PrefillSchedule(104, 128, stream_k="even"), WGMMA)
+    assert plan.tiles.shares(100, 132) == Shares(12, 1, 3, even=True)
+    plan = PersistentPlan(plan.spec, replace(plan.schedule, stream_k="all"), WGMMA)
+    assert plan.tiles.shares(100, 132) == Shares(11, 2, 4, even=False)
+    plan = PersistentPlan(MatmulSpec(34816, 5120, "u4", 128), PrefillSchedule(104, 128, stream_k="all"), WGMMA)
+    assert plan.tiles.shares(100, 132) == Shares(21, 3, 2, even=False)
 
 
 @pytest.mark.parametrize(

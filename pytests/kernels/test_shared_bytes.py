@@ -22,7 +22,7 @@ from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.kernels.scales_zeros import ScalesZeros

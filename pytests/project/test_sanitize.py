@@ -19,9 +19,10 @@ from benchmarks.__main__ import app
 from benchmarks.sanitize import sanitize
 from lowbit import SpecError, TargetError
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import matmul, random_inputs
 
@@ -39,10 +40,9 @@ def test_the_sample_has_every_way_to_share_work() -> None:
         assert len({schedule.split_k for schedule in schedules}) > 1
     assert any(each.spec.outliers and each.family == "prefill" for each in requests)
     bytes_ = [each for each in requests if each.family == "eight_bit_prefill"]
-    plans = [EightBitPrefillPlan(each.spec, each.schedule) for each in bytes_]  # type: ignore[arg-type]
-    assert (
-        {bool(plan.code_stages) for plan in plans} == {bool(each.spec.fold_scales) for each in bytes_} == {True, False}
-    )
+    plans = [bytes_plan(each.spec, each.schedule, WGMMA) for each in bytes_]  # type: ignore
+    folds = {bool(each.spec.fold_scales) for each in bytes_}
+    assert {bool(plan.held.code_stages) for plan in plans} == folds == {True, False}
 
 
 @pytest.mark.parametrize(

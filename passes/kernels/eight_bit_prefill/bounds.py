@@ -1,4 +1,4 @@
-"""Lower bounds of what `eight_bit_prefill.cost_model` predicts, in the way of `prefill.bounds`."""
+"""Lower bounds of what `eight_bit_prefill.cost_model` predicts, in the way of `persistent.bounds`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from functools import lru_cache
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import EightBitPrefillCosts
 from lowbit.passes.kernels.eight_bit_prefill import cost_model
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan, bytes_plan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.bounds import Bounds, Round
+from lowbit.passes.kernels.persistent.bounds import Bounds, RoundTime
+from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.target import Target
 
 _PANELS = ((128, 256), (256, 64))  # columns, and the most tokens of a tile with such panels
@@ -23,15 +24,15 @@ def eight_bit_prefill_bounds(spec: MatmulSpec, target: Target) -> Bounds:
     def whole(time: float) -> float:
         return max(time, spec.bytes / costs.memory)
 
-    plans = ((EightBitPrefillPlan(spec, EightBitPrefillSchedule(panel_k=p)), most) for p, most in _PANELS)
+    plans = ((bytes_plan(spec, EightBitPrefillSchedule(panel_k=p), WGMMA), most) for p, most in _PANELS)
     rounds = tuple(_round(plan, most, costs) for plan, most in plans)
     times = costs.launch, costs.end_per_token, costs.exchange, costs.multicast, 0.0
     return Bounds(target.costs.prefill, rounds, *times, whole)
 
 
-def _round(plan: EightBitPrefillPlan, most_tokens: int, costs: EightBitPrefillCosts) -> Round:
+def _round(plan: BytesPlan[EightBitPrefillSchedule], most_tokens: int, costs: EightBitPrefillCosts) -> RoundTime:
     @lru_cache(maxsize=64)
     def time(tokens: int) -> float:
         return cost_model.time_of_round(plan, tokens, costs)
 
-    return Round(plan.step, most_tokens, time)
+    return RoundTime(plan.base.round.step, most_tokens, time)

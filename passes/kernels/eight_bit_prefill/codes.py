@@ -12,14 +12,14 @@ from typing import Protocol
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan
-from lowbit.passes.kernels.prefill.access import Access
-from lowbit.passes.kernels.prefill.schedule import WARPS
-from lowbit.passes.kernels.prefill.weight import WeightRegisters
+from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan
+from lowbit.passes.kernels.persistent.schedule import WARPS, PrefillSchedule
+from lowbit.passes.kernels.persistent.weight_read import WeightRead
+from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 
 Round = tuple[Scalar, Index]
 """The number of a tile of rows, and of a round in it."""
-CodesAt = Callable[[Scalar, Index, int], Access]
+CodesAt = Callable[[Scalar, Index, int], WeightRead]
 """Where the codes of a piece of a round are in device memory."""
 
 
@@ -45,12 +45,12 @@ class HeldCodes:
     """Codes in registers, a few pieces ahead. They come from the L2 cache: device memory would be too late, so a round
     ahead of its load a piece is asked to be brought there."""
 
-    def __init__(self, plan: EightBitPlan, codes_at: CodesAt) -> None:
-        self.plan, self._codes_at = plan, codes_at
+    def __init__(self, plan: BytesPlan[PrefillSchedule], codes_at: CodesAt) -> None:
+        self._held, self._pieces, self._codes_at = plan.held.pieces, plan.base.round.pieces, codes_at
 
     def begin(self, round_: Round) -> list[Tile]:
-        codes = [self._codes_at(*round_, piece).load() for piece in range(self.plan.held_pieces)]
-        for piece in range(self.plan.held_pieces, self.plan.pieces):
+        codes = [self._codes_at(*round_, piece).load() for piece in range(self._held)]
+        for piece in range(self._held, self._pieces):
             self._codes_at(*round_, piece).prefetch()
         return codes
 
@@ -58,10 +58,10 @@ class HeldCodes:
         """It is there."""
 
     def of(self, registers: WeightRegisters, piece: int) -> Tile:
-        return registers.codes[piece % self.plan.held_pieces]
+        return registers.codes[piece % self._held]
 
     def bring_later(self, registers: WeightRegisters, piece: int, here: Round, coming: Round) -> None:
-        place, number, round_ = turn(piece, self.plan.held_pieces, self.plan.pieces, here, coming)
+        place, number, round_ = turn(piece, self._held, self._pieces, here, coming)
         registers.codes[place] = self._codes_at(*round_, number).load()
         self._codes_at(*coming, piece).prefetch()
 
@@ -73,27 +73,27 @@ class StagedCodes:
 
     _read: Tile
 
-    def __init__(self, p: Program, plan: EightBitPlan, codes_at: CodesAt, layout: Layout) -> None:
+    def __init__(self, p: Program, plan: BytesPlan[PrefillSchedule], codes_at: CodesAt, layout: Layout) -> None:
         """layout: how the units of a piece lie in the registers of a warp."""
-        self.p, self.plan, self._codes_at, self._layout = p, plan, codes_at, layout
-        packing = plan.spec.packing
-        shape = (plan.code_stages, plan.piece // packing.chunk, WARPS, packing.units * 32)
+        self.p, self._codes_at, self._layout = p, codes_at, layout
+        self._count, self._pieces, packing = plan.held.code_stages, plan.base.round.pieces, plan.spec.packing
+        shape = (self._count, plan.base.round.piece // packing.chunk, WARPS, packing.units * 32)
         self._stages = p.alloc_shared(UNIT, shape)
 
     def begin(self, round_: Round) -> list[Tile]:
-        for piece in range(self.plan.code_stages):
+        for piece in range(self._count):
             self._copy(piece, round_, piece)
         return []
 
     def read(self, piece: int) -> None:
-        self.p.wait(self.plan.code_stages - 1)
-        self._read = self.p.load(self._stage(piece % self.plan.code_stages), (0, 0, 0), self._layout)
+        self.p.wait(self._count - 1)
+        self._read = self.p.load(self._stage(piece % self._count), (0, 0, 0), self._layout)
 
     def of(self, registers: WeightRegisters, piece: int) -> Tile:
         return self._read
 
     def bring_later(self, registers: WeightRegisters, piece: int, here: Round, coming: Round) -> None:
-        place, number, round_ = turn(piece, self.plan.code_stages, self.plan.pieces, here, coming)
+        place, number, round_ = turn(piece, self._count, self._pieces, here, coming)
         self._copy(place, round_, number)
 
     def _copy(self, place: int, round_: Round, number: int) -> None:

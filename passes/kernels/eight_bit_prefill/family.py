@@ -14,13 +14,14 @@ from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES as FEW_TILES
 from lowbit.passes.kernels.eight_bit_prefill import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill.bounds import eight_bit_prefill_bounds
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.persistent import PersistentFamily
-from lowbit.passes.kernels.prefill.cuts import with_cuts
+from lowbit.passes.kernels.persistent.candidates import kinds, shared_kinds
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.family import PersistentFamily
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE
+from lowbit.passes.kernels.persistent.slices import with_slices
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
-from lowbit.passes.kernels.prefill.family import kinds, shared_kinds
-from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
         panels = [_NARROW] if kind.tokens > 64 else few_tokens
         fitting = (s for s in _schedules(kind, panels) if self.fits(spec, s, target))
         found = [s for s in islice(fitting, 1) if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
-        return [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
+        return [s for s in with_slices(spec, token_tile, found, target) if self.fits(spec, s, target)]
 
     def _small(
         self, spec: MatmulSpec, target: Target, others: Sequence[Candidates[EightBitPrefillSchedule]]
@@ -101,7 +102,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
         every_kind = kinds(EightBitPrefillSchedule, _TOKENS, spec, token_tile, target)
         every = (s for kind in every_kind for s in _schedules(kind, _PANELS))
-        return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
+        return [s for s in with_slices(spec, token_tile, every, target) if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitPrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
@@ -114,7 +115,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
         legality.check_schedule(spec, schedule, target)
 
     def x_boxes(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> Mapping[str, tuple[int, int]]:
-        return EightBitPrefillPlan(spec, schedule).boxes
+        return bytes_plan(spec, schedule, WGMMA).base.x.boxes
 
     def rounding(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> dict[str, bool]:
         return {"folded": spec.fold_scales}
@@ -134,9 +135,7 @@ def served_tiles(spec: MatmulSpec, least: int = _FEW[-1]) -> tuple[int, ...]:
     return tuple(tile for tile in TOKEN_TILES if tile >= least) if spec.multiplies_codes else TOKEN_TILES
 
 
-def _schedules(
-    kind: EightBitPrefillSchedule, panels: Sequence[tuple[int, int]]
-) -> Iterator[EightBitPrefillSchedule]:
+def _schedules(kind: EightBitPrefillSchedule, panels: Sequence[tuple[int, int]]) -> Iterator[EightBitPrefillSchedule]:
     """Yields the schedules of this kind with these panels and stages."""
     for (panel_k, num_stages), (parts, banks) in product(panels, _PRODUCTS):
         if kind.tokens % (16 * parts) == 0:

@@ -1,18 +1,23 @@
-"""`EightBitPrefillPlan`: what follows from a spec and a schedule of the prefill kernel for activations of 8 bits. No
-MLIR is needed here."""
+"""What follows from a spec and a schedule of a persistent kernel for activations of 8 bits: `BytesPlan`. No MLIR is
+needed here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, TypeVar
 
 from lowbit.dialect.formats.byte_codes import PROMOTED
 from lowbit.dialect.formats.raw_codes import zero_code
-from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.legality import shared_bytes
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.persistent.engine import Engine
+from lowbit.passes.kernels.persistent.group_columns import GroupColumns
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 
+S = TypeVar("S", bound=PrefillSchedule)
+S_co = TypeVar("S_co", bound=PrefillSchedule, covariant=True)
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
 _CODE_STAGES = (4, 2)  # pieces of codes in shared memory, as many as there is room for
@@ -20,49 +25,123 @@ _SHARED = 227 * 1024  # bytes that a block of sm_90a has
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Columns of a panel that are one product: the first, how many, and the group that they are of, in the round."""
+class Products:
+    """The products of bytes that a tile is multiplied by, and who adds them up."""
 
-    start: int
-    width: int
-    group: int
-
-
-@dataclass(frozen=True)
-class EightBitPlan(PrefillPlan):
-    """The sizes and choices that follow from a spec and any schedule for activations of 8 bits."""
-
-    @property
-    def scales_weights(self) -> bool:
-        """Products are scaled, and weights are not, unless scales are folded into them."""
-        return self.spec.folds
-
-    @property
-    def scales_in_rounds(self) -> bool:
-        return self.groups > 0
-
-    @property
-    def scales_in_f32(self) -> bool:
-        """Whether weights are scaled in f32, and rounded to f16 once, as the definition has it."""
-        return self.spec.folds and not self.spec.folds_in_f16
-
-    @property
-    def groups(self) -> int:
-        """Groups in a round, 1 if a group is longer; 0 for one scale per row."""
-        group = self.spec.packing.padded_group
-        return 0 if group is None else max(1, self.step // group)
+    base: PersistentPlan
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether the tensor core adds up all columns: weights of groups are scaled before they are multiplied, or are
-        integers of which no group has a scale."""
-        return self.spec.fold_scales or (self.spec.compute == "i8" and not self.groups)
+        """Tells whether the tensor core adds up all columns: weights of groups are scaled before they are multiplied,
+        or are integers of which no group has a scale."""
+        spec = self.base.spec
+        return spec.fold_scales or (spec.compute == "i8" and not self.base.scaling.groups)
+
+    def of_panel(self, panel: int) -> Iterator[GroupColumns]:
+        """Yields the products of a round's panel, in order: cut where a group ends, and where f8e4m3 is promoted. Of
+        scaled weights a panel is one product."""
+        spec, width = self.base.spec, self.base.schedule.panel_k
+        if spec.folds:
+            yield GroupColumns(0, width, 0)
+            return
+        most = width if self.keeps_sums or spec.compute == "i8" else PROMOTED
+        group = self.base.round.step // max(1, self.base.scaling.groups)
+        first, end = panel * width, (panel + 1) * width
+        while first < end:
+            last = min(end, first + most, (first // group + 1) * group)
+            yield GroupColumns(first % width, last - first, first // group)
+            first = last
 
     @property
-    def loads_early(self) -> bool:
-        """Whether what later panels need is loaded as soon as the codes of a panel are decoded, and not behind its last
-        product: there are registers for it then if products have none of their own."""
-        return self.keeps_sums
+    def of_round(self) -> int:
+        """How many a round has."""
+        return sum(len(list(self.of_panel(panel))) for panel in range(self.base.round.panels))
+
+    def parts_of(self, tokens: int) -> int:
+        """Returns the parts that a tile or slice of so many tokens is multiplied in."""
+        return max(1, tokens // self.base.schedule.part_tokens)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What registers and shared memory hold of codes and scales at a time: those of a round take turns."""
+
+    base: PersistentPlan
+    products: Products
+
+    @property
+    def early(self) -> bool:
+        """Tells whether what later panels need is loaded as soon as the codes of a panel are decoded, and not behind
+        its last product: there are registers for it then if products have none of their own."""
+        return self.products.keeps_sums
+
+    @property
+    def pieces(self) -> int:
+        """Pieces whose codes are in registers at a time."""
+        registers = next(registers for tokens, registers in _HELD if self.base.schedule.tokens <= tokens)
+        of_piece, pieces = self.piece_registers, self.base.round.pieces
+        fitting = (held for held in (4, 2) if held * of_piece <= registers and pieces % held == 0)
+        return next(fitting, 1)
+
+    @property
+    def code_registers(self) -> int:
+        """Registers for the codes of these pieces."""
+        return self.pieces * self.piece_registers
+
+    @property
+    def piece_registers(self) -> int:
+        """Registers for the codes of a piece, of all row blocks of a warp."""
+        row_blocks = WARPS // self.base.schedule.warps[0]
+        return row_blocks * (self.base.round.piece * self.base.spec.packing.bits // 64)
+
+    @cached_property
+    def code_stages(self) -> int:
+        """Pieces of codes in shared memory; 0 where codes go straight to registers."""
+        base, piece, pieces = self.base, self.base.round.piece, self.base.round.pieces
+        if not base.engine.asynchronous:
+            return 0
+        if piece > base.schedule.panel_k and not self.products.keeps_sums:
+            return 0  # half of a piece would take registers beside products
+        of_piece, room = ROWS_OF_TILE * piece * base.spec.packing.bits // 8, _SHARED - base.shared_bytes
+        return next((n for n in _CODE_STAGES if pieces % n == 0 and n * of_piece <= room), 0)
+
+    @property
+    def groups(self) -> int:
+        """Groups whose scales are in registers at a time."""
+        return self.of(max(1, self.base.scaling.groups))
+
+    def of(self, count: int) -> int:
+        """Returns how many of `count` numbers of a row in a round are in registers at a time: those of the pieces, and
+        all of a panel. They divide the round's, so that a number has the same place in every round."""
+        step, width, pieces = self.base.round.step, self.base.schedule.panel_k, self.base.round.pieces
+        columns = step // count
+        of_panels = ((first + width - 1) // columns - first // columns + 1 for first in range(0, step, width))
+        least = max(count * self.pieces // pieces, *of_panels)
+        return next(held for held in range(least, count + 1) if count % held == 0)
+
+
+@dataclass(frozen=True)
+class BytesPlan(Generic[S_co]):
+    """A persistent plan whose codes become bytes.
+
+    base      what it shares with those that multiply numbers of x's type
+    schedule  that of the base
+    """
+
+    base: PersistentPlan
+    schedule: S_co
+
+    @property
+    def spec(self) -> MatmulSpec:
+        return self.base.spec
+
+    @cached_property
+    def products(self) -> Products:
+        return Products(self.base)
+
+    @cached_property
+    def held(self) -> Held:
+        return Held(self.base, self.products)
 
     @property
     def offset(self) -> int:
@@ -71,72 +150,16 @@ class EightBitPlan(PrefillPlan):
 
     @property
     def has_signs(self) -> bool:
-        """Whether integers are negative, too, once zeros and offsets are subtracted."""
+        """Tells whether integers are negative, too, once zeros and offsets are subtracted."""
         return self.spec.zeros == "int" or self.offset > 0
 
     @property
-    def held_pieces(self) -> int:
-        """Pieces whose codes are in registers at a time. A round's take turns."""
-        registers = next(registers for tokens, registers in _HELD if self.schedule.tokens <= tokens)
-        fitting = (held for held in (4, 2) if held * self.piece_registers <= registers and self.pieces % held == 0)
-        return next(fitting, 1)
-
-    @property
-    def code_stages(self) -> int:
-        """Pieces of codes in shared memory; 0 where codes go straight to registers."""
-        return 0
-
-    @property
-    def piece_registers(self) -> int:
-        """Registers for the codes of a piece."""
-        return self.piece * self.spec.packing.bits // 64
-
-    @property
-    def held_groups(self) -> int:
-        """Groups whose scales are in registers at a time."""
-        return self.held(max(1, self.groups))
-
-    def held(self, count: int) -> int:
-        """Returns how many of `count` numbers of a row in a round are in registers at a time: those of the pieces, and
-        all of a panel. They divide the round's, so that a number has the same place in every round."""
-        columns, width = self.step // count, self.schedule.panel_k
-        of_panels = ((first + width - 1) // columns - first // columns + 1 for first in range(0, self.step, width))
-        least = max(count * self.held_pieces // self.pieces, *of_panels)
-        return next(held for held in range(least, count + 1) if count % held == 0)
-
-    def products(self, panel: int) -> Iterator[Columns]:
-        """The products of a round's panel, in order: cut where a group ends, and where f8e4m3 is promoted. Of scaled
-        weights a panel is one product."""
-        width = self.schedule.panel_k
-        if self.spec.folds:
-            yield Columns(0, width, 0)
-            return
-        most = width if self.keeps_sums or self.spec.compute == "i8" else PROMOTED
-        group = self.step // max(1, self.groups)
-        first, end = panel * width, (panel + 1) * width
-        while first < end:
-            last = min(end, first + most, (first // group + 1) * group)
-            yield Columns(first % width, last - first, first // group)
-            first = last
+    def in_f16(self) -> BytesPlan[S_co]:
+        """The plan of weights that are scaled in f16, whatever the type of x was before it got 8 bits."""
+        spec = replace(self.spec, act="f16", out=self.spec.out_dtype)
+        return BytesPlan(replace(self.base, spec=spec), self.schedule)
 
 
-@dataclass(frozen=True)
-class EightBitPrefillPlan(EightBitPlan):
-    """Numbers that follow from a spec and a schedule. A *bank* is a set of registers for a product."""
-
-    schedule: EightBitPrefillSchedule
-
-    @property
-    def part_tokens(self) -> int:
-        return self.schedule.tokens // self.schedule.parts
-
-    @property
-    def code_stages(self) -> int:
-        if self.piece > self.schedule.panel_k and not self.keeps_sums:
-            return 0  # half of a piece would take registers beside products
-        of_piece, room = ROWS_OF_TILE * self.piece * self.spec.packing.bits // 8, _SHARED - shared_bytes(self)
-        return next((n for n in _CODE_STAGES if self.pieces % n == 0 and n * of_piece <= room), 0)
-
-    def parts_of(self, tokens: int) -> int:
-        """Parts that a tile or slice of so many tokens is multiplied in."""
-        return max(1, tokens // self.part_tokens)
+def bytes_plan(spec: MatmulSpec, schedule: S, engine: Engine) -> BytesPlan[S]:
+    """Returns the plan of a spec and a schedule."""
+    return BytesPlan(PersistentPlan(spec, schedule, engine), schedule)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowbit.dialect.errors import SpecError
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class EightBitPrefillSchedule(PrefillSchedule):
         super().__post_init__()
         if self.tokens % (16 * self.parts):
             raise SpecError(f"schedule: parts={self.parts} must cut tokens={self.tokens} into multiples of 16")
+
+    @property
+    def part_tokens(self) -> int:
+        return self.tokens // self.parts
 
     def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
         """Returns the values of `last_tokens` besides 0: no more than the tokens of a product."""

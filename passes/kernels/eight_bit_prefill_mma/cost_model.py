@@ -8,8 +8,9 @@ are too low for f8e4m3: the assembler makes two products of f16 of one.
 from __future__ import annotations
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan, bytes_plan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
+from lowbit.passes.kernels.persistent.engine import BYTES_MMA
 from lowbit.passes.kernels.prefill_mma.cost_model import predict_tiles
 from lowbit.passes.target import Target
 
@@ -21,8 +22,8 @@ _ADD = {"f8e4m3": 4.0, "i8": 8.0}  # to add a product of 16 x 8 to sums in f32
 
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillMmaSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes."""
-    plan = EightBitPrefillMmaPlan(spec, s)
-    return predict_tiles(plan, tokens, decoding(spec) + _add(plan), target)
+    plan = bytes_plan(spec, s, BYTES_MMA)
+    return predict_tiles(plan.base, tokens, decoding(spec) + _add(plan), target)
 
 
 def decoding(spec: MatmulSpec) -> float:
@@ -30,10 +31,9 @@ def decoding(spec: MatmulSpec) -> float:
     return _FOLD if spec.folds else _DECODE[spec.dtype.kind] + _ZEROS * (spec.zeros == "int")
 
 
-def _add(plan: EightBitPrefillMmaPlan) -> float:
+def _add(plan: BytesPlan[EightBitPrefillMmaSchedule]) -> float:
     """Instructions of a warp to add the products of a fragment of weights to the sums."""
-    if plan.keeps_sums:
+    if plan.products.keeps_sums:
         return 0.0
-    products = sum(len(list(plan.products(panel))) for panel in range(plan.panels))
-    fragments = plan.step / plan.spec.x.mma_k / products  # that one product takes
-    return _ADD[plan.spec.byte_type] * plan.warp_tokens / 8 / fragments
+    fragments = plan.base.round.step / plan.spec.x.mma_k / plan.products.of_round  # that one product takes
+    return _ADD[plan.spec.byte_type] * plan.schedule.warp_tokens / 8 / fragments

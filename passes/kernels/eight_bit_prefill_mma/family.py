@@ -9,8 +9,9 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Operation
 from lowbit.passes.kernels.eight_bit_prefill.family import TOKEN_TILES, served_tiles
 from lowbit.passes.kernels.eight_bit_prefill_mma import cost_model, legality
-from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
+from lowbit.passes.kernels.persistent.engine import BYTES_MMA
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill_mma.cost_model import least_time_of_tiles
 from lowbit.passes.kernels.prefill_mma.family import PersistentMmaFamily
 from lowbit.passes.target import Target
@@ -36,7 +37,7 @@ class EightBitPrefillMma(PersistentMmaFamily[EightBitPrefillMmaSchedule]):
         return served_tiles(spec, MOST_UNFOLDED + 1) if any(group.schedules for group in groups) else ()
 
     def least(self, spec: MatmulSpec, token_tile: int, tile: EightBitPrefillMmaSchedule, target: Target) -> float:
-        plan, most_k = EightBitPrefillMmaPlan(spec, tile), max(panel_k for panel_k, _ in self.panels)
+        plan, most_k = PersistentPlan(spec, tile, BYTES_MMA), max(panel_k for panel_k, _ in self.panels)
         return least_time_of_tiles(plan, token_tile, cost_model.decoding(spec), most_k, target)
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitPrefillMmaSchedule, target: Target) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.legality import check_weight
-from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
-from lowbit.passes.kernels.prefill.legality import check_shared
+from lowbit.passes.kernels.persistent.engine import BYTES_MMA
+from lowbit.passes.kernels.persistent.legality import check_shared
 from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.target import Target
 
@@ -20,21 +21,16 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillMmaSchedule, target: Targ
     """Raises SpecError where a schedule does not fit a spec or a target. Targets with wgmma have a faster family, but
     this one runs there, too."""
     check_compute(spec, target)
-    plan = EightBitPrefillMmaPlan(spec, s)
+    plan = bytes_plan(spec, s, BYTES_MMA)
     check_weight(plan)
-    check_shared(plan, shared_bytes(plan), target)
-
-
-def shared_bytes(plan: EightBitPrefillMmaPlan) -> int:
-    """Shared memory, as `lower-tiles` will lay it out: for x."""
-    return plan.schedule.num_stages * plan.schedule.tokens * plan.pitch * plan.spec.x.bytes
+    check_shared(plan.base, target)
 
 
 def spills(spec: MatmulSpec, s: EightBitPrefillMmaSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are. It follows what the assembler was seen to do:
     products that wait for their scales take registers beside the sums, and the assembler begins many at once."""
-    plan = EightBitPrefillMmaPlan(spec, s)
-    if plan.keeps_sums:
-        loaded = plan.held_pieces * plan.piece_registers + _FOLDING * spec.folds
+    plan = bytes_plan(spec, s, BYTES_MMA)
+    if plan.products.keeps_sums:
+        loaded = plan.held.code_registers + _FOLDING * spec.folds
         return s.tokens // 2 + loaded > _MOST_REGISTERS
     return s.tokens > _MOST_PROMOTED

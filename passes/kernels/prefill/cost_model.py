@@ -11,22 +11,26 @@ import math
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import PrefillCosts
-from lowbit.passes.kernels.prefill.legality import exchanged_bytes
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, Shares, TileShape, Waves
-from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, PrefillSchedule
+from lowbit.passes.kernels.persistent.cost_model import both, clusters, exchange, late, margin, streamed, waves_of
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.tiles import TileShape, Waves
 from lowbit.passes.target import Target
 
 
 def predict(spec: MatmulSpec, tokens: int, s: PrefillSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
-    plan, costs = PrefillPlan(spec, s), target.costs.prefill
+    plan, costs = PersistentPlan(spec, s, WGMMA), target.costs.prefill
     if s.streams:
-        round_ = plan.panels * _panel(plan, s.tokens, costs) * (costs.deep if s.num_stages == 8 else 1.0)
-        tiles = streamed(s, plan.shares(tokens, clusters(s, target)), round_, costs.end_per_token * s.tokens, costs)
+        round_ = plan.round.panels * _panel(plan, s.tokens, costs) * (costs.deep if s.num_stages == 8 else 1.0)
+        tiles = streamed(
+            s, plan.tiles.shares(tokens, clusters(s, target)), round_, costs.end_per_token * s.tokens, costs
+        )
     else:
         waves = waves_of(plan, tokens, target)
         pace = _pace(s, waves, costs)
-        tiles = waves.full * _tile(plan, plan.whole, pace, costs)
+        tiles = waves.full * _tile(plan, plan.tiles.whole, pace, costs)
         tiles += (waves.busy > 0) * _tile(plan, waves.last, pace, costs)
     return with_memory(spec, costs.launch + late(s, target) + tiles, costs) * margin(s, costs)
 
@@ -43,13 +47,13 @@ def _pace(s: PrefillSchedule, waves: Waves, costs: PrefillCosts) -> float:
     return 1.0 if waves.full else 1 - costs.idle * (1 - waves.busy)
 
 
-def _tile(plan: PrefillPlan, shape: TileShape, pace: float, costs: PrefillCosts) -> float:
+def _tile(plan: PersistentPlan, shape: TileShape, pace: float, costs: PrefillCosts) -> float:
     """Microseconds of a tile or slice; pace: what the time of its panels is multiplied by."""
-    panels = shape.rounds * plan.panels * _panel(plan, shape.tokens, costs) * pace
+    panels = shape.rounds * plan.round.panels * _panel(plan, shape.tokens, costs) * pace
     return panels + costs.end_per_token * shape.share + exchange(shape, costs.exchange, costs)
 
 
-def _panel(plan: PrefillPlan, tokens: int, costs: PrefillCosts) -> float:
+def _panel(plan: PersistentPlan, tokens: int, costs: PrefillCosts) -> float:
     return time_of_panel(plan.spec, plan.schedule.panel_k, tokens, costs)
 
 
@@ -59,58 +63,3 @@ def time_of_panel(spec: MatmulSpec, panel_k: int, tokens: int, costs: PrefillCos
     products = columns * (costs.per_columns + costs.per_token * tokens)
     decoding = costs.per_panel + columns * costs.decoding[spec.dtype.kind]
     return both(products, decoding, costs.shown)
-
-
-def both(products: float, decoding: float, shown: float) -> float:
-    """Microseconds of the two together, where the longer hides all but a part of the shorter."""
-    return max(products, decoding) + shown * min(products, decoding)
-
-
-def waves_of(plan: PrefillPlan, tokens: int, target: Target) -> Waves:
-    """Returns the waves of a launch for so many tokens."""
-    return plan.waves(tokens, max(1, clusters(plan.schedule, target)))
-
-
-def margin(s: PrefillSchedule, costs: PrefillCosts) -> float:
-    """A factor with which tiles are cut or shared only if that is predicted to gain two percent, or five."""
-    if s.streams and s.tokens > costs.wide_tokens:
-        return costs.wide_margin
-    return costs.margin if s.last_tokens or s.streams else 1.0
-
-
-def exchange(shape: TileShape, first: float, costs: PrefillCosts) -> float:
-    """Microseconds of a tile until the sums of blocks that split k are added up; first: until the first are there."""
-    return first + exchanged_bytes(shape) / costs.sent if shape.split_k > 1 else 0.0
-
-
-def sent(share: float, split_k: int, costs: PrefillCosts) -> float:
-    """Microseconds for the sums of so many tokens of a block that it gets from others that split k with it."""
-    return 4 * ROWS_OF_TILE * share * (split_k - 1) / costs.sent
-
-
-def streamed(s: PrefillSchedule, shares: Shares, round_: float, end: float, costs: PrefillCosts) -> float:
-    """Microseconds of the tiles of a launch whose blocks have parts of them. round_, end: those of a round, and of the
-    end of a tile."""
-    read = shares.parts * 4 * ROWS_OF_TILE * s.tokens / costs.read
-    if s.cluster > 1 and s.tokens >= costs.narrow:
-        round_ *= costs.shared_x
-    uneven = (not shares.even) * costs.uneven
-    return shares.rounds * round_ + shares.tiles * end + costs.meeting + uneven + read
-
-
-def clusters(s: PrefillSchedule, target: Target) -> int:
-    """How many clusters, or single blocks, run at a time."""
-    reached = target.multiprocessors * target.costs.prefill.reaches.get(s.cluster_blocks, 1.0)
-    return int(reached / (s.cluster * s.split_k))
-
-
-def late(s: PrefillSchedule, target: Target) -> float:
-    """Microseconds until all blocks have started: some clusters find room only when others have ended, if only to see
-    that there is nothing left to do."""
-    all_start = clusters(s, target) == target.multiprocessors // (s.cluster * s.split_k)
-    return 0.0 if all_start else target.costs.prefill.late
-
-
-def at_once(plan: PrefillPlan, tokens: int, target: Target) -> bool:
-    """Whether all tiles are computed at the same time: what splitting k is for."""
-    return plan.tiles(tokens) <= clusters(plan.schedule, target)

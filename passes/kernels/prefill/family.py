@@ -6,16 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, Operation
-from lowbit.passes.kernels.persistent import PersistentFamily
+from lowbit.passes.kernels.persistent.candidates import kinds, shared_kinds
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.family import PersistentFamily
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, PrefillSchedule
+from lowbit.passes.kernels.persistent.slices import with_slices
 from lowbit.passes.kernels.prefill import cost_model, legality
 from lowbit.passes.kernels.prefill.bounds import prefill_bounds
-from lowbit.passes.kernels.prefill.cuts import with_cuts
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import CLUSTERS, ROWS_OF_TILE, PrefillSchedule
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -28,9 +30,6 @@ TOKEN_TILES = (
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
 _TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
-
-
-S = TypeVar("S", bound=PrefillSchedule)
 
 
 class Prefill(PersistentFamily[PrefillSchedule]):
@@ -72,7 +71,7 @@ class Prefill(PersistentFamily[PrefillSchedule]):
         """The candidates of a kind, with the panels, stages and cuts that the rule may take."""
         widest = self._widest(spec, target, kind)
         found = _staged(widest) if widest else ()
-        return [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
+        return [s for s in with_slices(spec, token_tile, found, target) if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
@@ -80,7 +79,7 @@ class Prefill(PersistentFamily[PrefillSchedule]):
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
         choices = product(kinds(PrefillSchedule, _TOKENS, spec, token_tile, target), (64, 128, 256), (4, 6, 8))
         every = (replace(kind, panel_k=panel_k, num_stages=stages) for kind, panel_k, stages in choices)
-        return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
+        return [s for s in with_slices(spec, token_tile, every, target) if self.fits(spec, s, target)]
 
     def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
         return schedule.tokens, schedule.cluster, schedule.split_k, schedule.stream_k, schedule.last_tokens > 0
@@ -89,10 +88,10 @@ class Prefill(PersistentFamily[PrefillSchedule]):
         legality.check_schedule(spec, schedule, target)
 
     def rounding(self, spec: MatmulSpec, schedule: PrefillSchedule) -> dict[str, bool]:
-        return PrefillPlan(spec, schedule).rounding
+        return PersistentPlan(spec, schedule, WGMMA).scaling.rounding
 
     def x_boxes(self, spec: MatmulSpec, schedule: PrefillSchedule) -> Mapping[str, tuple[int, int]]:
-        return PrefillPlan(spec, schedule).boxes
+        return PersistentPlan(spec, schedule, WGMMA).x.boxes
 
     def build(self, spec: MatmulSpec, schedule: PrefillSchedule) -> ir.Module:
         from lowbit.passes.kernels.prefill.kernel import prefill_matmul
@@ -106,7 +105,7 @@ class Prefill(PersistentFamily[PrefillSchedule]):
         """The schedule of a kind of which the rule may take one: with the widest panels for which there are registers,
         since what a panel takes besides its products is the same for all; first those whose rounds fit the groups."""
         panels = [replace(kind, panel_k=panel_k) for panel_k in (256, 128, 64)]
-        panels.sort(key=lambda s: not PrefillPlan(spec, s).divides_groups)
+        panels.sort(key=lambda s: not PersistentPlan(spec, s, WGMMA).round.divides_groups)
         fitting = (s for s in panels if self.fits(spec, s, target))
         return next(fitting, None) if spec.n > ROWS_OF_TILE * (kind.cluster - 1) else None
 
@@ -119,33 +118,3 @@ def _staged(s: PrefillSchedule) -> Iterator[PrefillSchedule]:
     if s.panel_k == 128:
         yield replace(s, num_stages=8)
     yield s
-
-
-def kinds(type_: type[S], tiles: Sequence[int], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:
-    """Yields schedules of this type that differ in the tokens of a tile, the blocks that share x, and those that split
-    k. They split k where all tiles are computed at once, and leave multiprocessors idle otherwise."""
-    yield from (type_(tokens=tile, cluster=cluster) for tile, cluster in product(tiles, (1, 2)))
-    for tile, split_k in product(tiles, CLUSTERS[1:]):
-        if tile % (type_.least_share * split_k) == 0:
-            kind = type_(tokens=tile, split_k=split_k)
-            if cost_model.at_once(PrefillPlan(spec, kind), tokens, target):
-                yield kind
-    yield from shared_kinds(type_, spec, tokens, target)
-
-
-def shared_kinds(type_: type[S], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:
-    """Yields those of `kinds` whose blocks have equal shares of all rounds, where tiles do not come out even: as small
-    tiles as so many tokens need, and those of one more tile of tokens."""
-    if tokens > target.thresholds.sharing:
-        return
-    fewest = -(-tokens // 256)
-    sizes = {type_.least_share * -(-tokens // (count * type_.least_share)) for count in (fewest, fewest + 1)}
-    for tile, cluster in product(sorted(sizes), (1, 2)):
-        if tile < 16 or tile % (type_.least_share * cluster):
-            continue
-        kind = type_(tokens=tile, cluster=cluster, stream_k="all")
-        blocks, tiles = cost_model.clusters(kind, target), PrefillPlan(spec, kind).tiles(tokens)
-        if tiles % blocks:
-            yield kind
-            if 2 * tiles <= blocks and blocks % tiles:
-                yield replace(kind, stream_k="even")

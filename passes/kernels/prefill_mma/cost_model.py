@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import Rates
 from lowbit.passes.kernels.base import SURE
-from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
-from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
+from lowbit.passes.kernels.persistent.engine import MMA
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.target import Target
 
@@ -36,7 +37,7 @@ _LAUNCH = 4.0  # microseconds from a launch until its first product, without pro
 
 def predict(spec: MatmulSpec, tokens: int, s: PrefillMmaSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes."""
-    return predict_tiles(PrefillMmaPlan(spec, s), tokens, decoding(spec), target)
+    return predict_tiles(PersistentPlan(spec, s, MMA), tokens, decoding(spec), target)
 
 
 def decoding(spec: MatmulSpec) -> float:
@@ -44,46 +45,47 @@ def decoding(spec: MatmulSpec) -> float:
     return _DECODE[spec.dtype.kind]
 
 
-def predict_tiles(plan: PrefillMmaPlan, tokens: int, beside: float, target: Target) -> float:
+def predict_tiles(plan: PersistentPlan, tokens: int, beside: float, target: Target) -> float:
     """The same for a plan. beside: instructions of a warp for a fragment of weights, besides its products."""
     return _time_of_tiles(plan, tokens, clocks_of_tile(plan, beside, target), target)
 
 
-def clocks_of_tile(plan: PrefillMmaPlan, beside: float, target: Target) -> float:
+def clocks_of_tile(plan: PersistentPlan, beside: float, target: Target) -> float:
     """Clocks of a tile, whatever the tokens of a launch."""
     s, of_products = plan.schedule, _clocks_of_products(plan, beside, target.rates)
     panel = s.panel_k // plan.spec.x.mma_k * of_products + _PER_PANEL
-    return plan.rounds * plan.panels * panel + _END + _END_PER_TOKEN * s.tokens
+    return plan.tiles.rounds * plan.round.panels * panel + _END + _END_PER_TOKEN * s.tokens
 
 
-def least_time_of_tiles(plan: PrefillMmaPlan, tokens: int, beside: float, most_k: int, target: Target) -> float:
+def least_time_of_tiles(plan: PersistentPlan, tokens: int, beside: float, most_k: int, target: Target) -> float:
     """Microseconds that a launch is predicted to take at least, with panels of up to `most_k` columns."""
     of_column = _clocks_of_products(plan, beside, target.rates) / plan.spec.x.mma_k + _PER_PANEL / most_k
     tile = plan.spec.packing.padded_k * of_column + _END + _END_PER_TOKEN * plan.schedule.tokens
     return _time_of_tiles(plan, tokens, tile, target) * SURE
 
 
-def _time_of_tiles(plan: PrefillMmaPlan, tokens: int, tile: float, target: Target) -> float:
+def _time_of_tiles(plan: PersistentPlan, tokens: int, tile: float, target: Target) -> float:
     """Microseconds of a launch whose tiles take so many clocks each."""
-    rates, tiles = target.rates, plan.row_tiles * -(-tokens // plan.schedule.tokens)
+    rates, tiles = target.rates, plan.tiles.count(tokens)
     waves = -(-tiles // target.multiprocessors)
     return _LAUNCH + max(waves * tile / rates.clock, plan.spec.bytes / rates.memory)
 
 
-def _clocks_of_products(plan: PrefillMmaPlan, beside: float, rates: Rates) -> float:
+def _clocks_of_products(plan: PersistentPlan, beside: float, rates: Rates) -> float:
     """Clocks of a multiprocessor for a tile and the columns of one mma.sync, 32 bytes of x: the most of what four units
     take, and a part of the rest. Numbers of half as many bits are multiplied at twice the rate."""
     s, x, per_scheduler = plan.schedule, plan.spec.x, WARPS // _SCHEDULERS
-    products = s.row_blocks * plan.warp_tokens / 8  # of a warp
+    row_blocks = WARPS // s.warps[0]
+    products = row_blocks * s.warp_tokens / 8  # of a warp
     tensor = per_scheduler * products * _PRODUCT / (rates.mma * _SUSTAINED / _SCHEDULERS)
-    issue = per_scheduler * (products + s.row_blocks * beside + plan.warp_tokens / 16 + _OTHERS)
-    shared = WARPS * plan.warp_tokens * x.mma_k * x.bytes / _SHARED
+    issue = per_scheduler * (products + row_blocks * beside + s.warp_tokens / 16 + _OTHERS)
+    shared = WARPS * s.warp_tokens * x.mma_k * x.bytes / _SHARED
     cache = x.mma_k * (s.tokens * x.bytes + ROWS_OF_TILE * plan.spec.packing.bits / 8) / _CACHE
     units = tensor, issue, shared, cache
     return max(units) + _BESIDE * (sum(units) - max(units))
 
 
-def worthwhile(costs: Sequence[tuple[PrefillMmaPlan, float]], spec: MatmulSpec, tokens: int, target: Target) -> bool:
+def worthwhile(costs: Sequence[tuple[PersistentPlan, float]], spec: MatmulSpec, tokens: int, target: Target) -> bool:
     """Tells whether a launch of one of some plans, given with the clocks of their tiles, is worth its time.
 
     It may take a tenth longer than to write the weight out for the vendor's matmul, as it needs no memory for that.

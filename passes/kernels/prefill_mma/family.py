@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, Operation
-from lowbit.passes.kernels.persistent import PersistentFamily
+from lowbit.passes.kernels.persistent.engine import MMA
+from lowbit.passes.kernels.persistent.family import PersistentFamily
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.prefill_mma import cost_model, legality
-from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.target import Target
 
@@ -78,14 +79,14 @@ class PrefillMma(PersistentMmaFamily[PrefillMmaSchedule]):
         than writing the weight out for the vendor's matmul."""
         if target.has_wgmma:
             return ()
-        plans = [PrefillMmaPlan(spec, s) for s in self.candidates(spec, TOKEN_TILES[0], target)]
+        plans = [PersistentPlan(spec, s, MMA) for s in self.candidates(spec, TOKEN_TILES[0], target)]
         costs = [(plan, cost_model.clocks_of_tile(plan, cost_model.decoding(spec), target)) for plan in plans]
         every = range(len(TOKEN_TILES), 0, -1)
         last = next((i for i in every if cost_model.worthwhile(costs, spec, TOKEN_TILES[i - 1], target)), 0)
         return TOKEN_TILES[:last]
 
     def least(self, spec: MatmulSpec, token_tile: int, tile: PrefillMmaSchedule, target: Target) -> float:
-        plan, most_k = PrefillMmaPlan(spec, tile), max(panel_k for panel_k, _ in self.panels)
+        plan, most_k = PersistentPlan(spec, tile, MMA), max(panel_k for panel_k, _ in self.panels)
         return cost_model.least_time_of_tiles(plan, token_tile, cost_model.decoding(spec), most_k, target)
 
     def spills(self, spec: MatmulSpec, schedule: PrefillMmaSchedule) -> bool:
@@ -98,7 +99,7 @@ class PrefillMma(PersistentMmaFamily[PrefillMmaSchedule]):
         legality.check_schedule(spec, schedule, target)
 
     def rounding(self, spec: MatmulSpec, schedule: PrefillMmaSchedule) -> dict[str, bool]:
-        return PrefillMmaPlan(spec, schedule).rounding
+        return PersistentPlan(spec, schedule, MMA).scaling.rounding
 
     def build(self, spec: MatmulSpec, schedule: PrefillMmaSchedule) -> ir.Module:
         from lowbit.passes.kernels.prefill_mma.kernel import prefill_mma_matmul

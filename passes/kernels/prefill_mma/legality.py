@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.prefill.legality import OTHERS, check_plan, loaded_registers, weight_bytes
-from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
+from lowbit.passes.kernels.persistent.engine import MMA
+from lowbit.passes.kernels.persistent.legality import loaded_registers
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.prefill.legality import OTHERS, check_plan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.target import Target
 
@@ -17,20 +19,13 @@ def check_schedule(spec: MatmulSpec, s: PrefillMmaSchedule, target: Target) -> N
     """Raises SpecError where a schedule does not fit a spec or a target."""
     if target.has_wgmma:
         raise SpecError(f"schedule: prefill_mma is for targets without wgmma, {target} has it; {OTHERS}")
-    plan = PrefillMmaPlan(spec, s)
-    check_plan(plan, shared_bytes(plan), target)
+    check_plan(PersistentPlan(spec, s, MMA), target)
     if spec.outliers and s.row_blocks > 1:
         raise SpecError(f"schedule: outliers are found by warps of one row block; {s} needs row_blocks=1")
 
 
-def shared_bytes(plan: PrefillMmaPlan) -> int:
-    """Shared memory, as `lower-tiles` will lay it out."""
-    s = plan.schedule
-    return s.num_stages * s.tokens * plan.pitch * plan.spec.x.bytes + weight_bytes(plan)
-
-
 def spills(spec: MatmulSpec, s: PrefillMmaSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums, and for what is loaded of a round."""
-    plan = PrefillMmaPlan(spec, s)
-    more = _LOOKUP * (spec.dtype.kind == "table") + _IN_F32 * plan.scales_in_f32 + _OUTLIERS * spec.outliers
+    plan = PersistentPlan(spec, s, MMA)
+    more = _LOOKUP * (spec.dtype.kind == "table") + _IN_F32 * plan.scaling.in_f32 + _OUTLIERS * spec.outliers
     return s.tokens // 2 + s.row_blocks * loaded_registers(plan) + more > _MOST_REGISTERS

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import WARPS, PrefillSchedule
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,4 @@ class PrefillMmaSchedule(PrefillSchedule):
 
     @property
     def warps(self) -> tuple[int, int]:
-        """Warps along the rows of a tile, and along its tokens."""
         return WARPS // self.row_blocks, self.row_blocks

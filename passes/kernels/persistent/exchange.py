@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import local
 from lowbit.passes.builder import Program, Scalar, Tile
-from lowbit.passes.kernels.prefill.plan import TileShape
-from lowbit.passes.kernels.prefill.schedule import WARPS
+from lowbit.passes.kernels.persistent.schedule import WARPS
+from lowbit.passes.kernels.persistent.tiles import TileShape
 
 COLUMN = 8  # tokens, of which a thread has four sums: 16 bytes
 THREADS = 32 * WARPS

@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowbit.passes.builder import Scalar
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.tile_order import Position, TileOrder
-from lowbit.passes.kernels.prefill.turn import Turn
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.tile_order import Position, TileOrder, Turn
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ class Part:
 class StreamOrder(TileOrder):
     """The tiles and parts of tiles of a block."""
 
-    def __init__(self, plan: PrefillPlan, tokens: Scalar, block: Scalar, blocks: Scalar, rank: Scalar) -> None:
+    def __init__(self, plan: PersistentPlan, tokens: Scalar, block: Scalar, blocks: Scalar, rank: Scalar) -> None:
         super().__init__(plan, tokens, block, blocks, rank)
-        self.rounds = plan.rounds
+        self.rounds = plan.tiles.rounds
         full, left = self.tiles // blocks, self.tiles % blocks
         self.full = (left < 1).select(full, (full - 1).max(0))  # turns of whole tiles
         self.shared = (self.tiles - self.full * blocks) * self.rounds  # rounds in shares
@@ -58,7 +57,7 @@ class StreamOrder(TileOrder):
         lacking = whole.select(0, self._begin % self.rounds)  # rounds of the first part's tile, before it
         before = number * self.rounds - lacking
         return Turn(
-            self.plan.whole,
+            self.shapes.whole,
             number,
             here,
             there,

@@ -11,10 +11,57 @@ slice of their own rows each, but the same slice of the rows of one of them, and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lowbit.passes.builder import Index, Scalar
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
-from lowbit.passes.kernels.prefill.schedule import GROUP_TILES
-from lowbit.passes.kernels.prefill.turn import Position, Turn
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import GROUP_TILES
+from lowbit.passes.kernels.persistent.tiles import TileShape
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a tile or a slice is: the number of its tile of rows, and its first token."""
+
+    row_tile: Scalar
+    token: Scalar
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A whole tile or a slice.
+
+    number         of a whole tile, counted in the block; 0 for a slice
+    here           where it is
+    next           where the tile or slice is that comes after it; where `has_next` is false, one that is there
+    has_next       whether a whole tile comes after it
+    first_round    the first round of this block's part of k
+    rounds         how many that part has
+    next_round     the same of what comes after it
+    to_next        how much less the number of a round is, counted in what comes after it
+    rounds_before  how many rounds the block has behind it, less `first_round`
+    """
+
+    shape: TileShape
+    number: Scalar
+    here: Position
+    next: Position
+    has_next: Scalar
+    first_round: Index
+    rounds: Index
+    next_round: Index
+    to_next: Index
+    rounds_before: Scalar
+
+    def coming(self, index: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns the round after this one, or the next tile's first: its tile of rows, and its number."""
+        inside = index + 1 < self.first_round + self.rounds
+        row_tile = inside.select(self.here.row_tile, self.next.row_tile)
+        return row_tile, inside.select(index + 1, self.next_round)
+
+    def first_stored(self, rank: Scalar) -> Scalar:
+        """Returns the first token of the tile that a block of this rank in its cluster stores."""
+        return self.here.token + rank * self.shape.share if self.shape.split_k > 1 else self.here.token
 
 
 def first_round(shape: TileShape, rank: Scalar) -> Index:
@@ -33,19 +80,19 @@ class TileOrder:
 
     first_round: Index
 
-    def __init__(self, plan: PrefillPlan, tokens: Scalar, block: Scalar, blocks: Scalar, rank: Scalar) -> None:
-        self.plan, self.schedule, self.block, self.blocks, self.rank = plan, plan.schedule, block, blocks, rank
+    def __init__(self, plan: PersistentPlan, tokens: Scalar, block: Scalar, blocks: Scalar, rank: Scalar) -> None:
+        self.shapes, self.schedule, self.block, self.blocks, self.rank = plan.tiles, plan.schedule, block, blocks, rank
         self._own_row = rank if plan.schedule.split_k == 1 else Scalar.of(0)
         self.token_tiles = (tokens + (plan.schedule.tokens - 1)) // plan.schedule.tokens
-        self.tiles = self.whole = self.token_tiles * plan.row_tiles
-        self.first_round = first_round(plan.whole, rank)
+        self.tiles = self.whole = self.token_tiles * plan.tiles.row_tiles
+        self.first_round = first_round(plan.tiles.whole, rank)
         if self.schedule.last_tokens:
             self._cut()
 
     def _cut(self) -> None:
         """Notes how many tiles are whole, of which tile this block has a slice, if it has one, of which rows of a pair,
-        and from which token of the tile on. `PrefillPlan.waves` has the same arithmetic."""
-        s, left, slices = self.schedule, self.tiles % self.blocks, self.plan.slices
+        and from which token of the tile on. `Tiles.waves` has the same arithmetic."""
+        s, left, slices = self.schedule, self.tiles % self.blocks, self.shapes.slices
         not_cut = (self.blocks < left * slices) | (self.tiles < self.blocks)
         self.whole = not_cut.select(self.tiles, self.tiles - left)
         self.cut_tile = self.whole + self.block // slices
@@ -80,16 +127,16 @@ class TileOrder:
         tile = self.block + number * self.blocks
         here, next_ = self.whole_at(tile), self._after(tile)
         has_next = number + 1 < count
-        first, rounds, next_round = self.first_round, self.plan.rounds, self._first_round_of_next(has_next)
+        first, rounds, next_round = self.first_round, self.shapes.rounds, self._first_round_of_next(has_next)
         before = number * rounds - first
-        return Turn(self.plan.whole, number, here, next_, has_next, first, rounds, next_round, rounds, before)
+        return Turn(self.shapes.whole, number, here, next_, has_next, first, rounds, next_round, rounds, before)
 
     def turn_of_slice(self, slice_: TileShape, count: Scalar) -> Turn:
         """The turn of the block's slice, after so many whole tiles. Nothing comes after it."""
         none, tile = Scalar.of(0), self._position(self.cut_tile, self.slice_row)
         here, has_next = Position(tile.row_tile, tile.token + self.slice_token), none < 0
         first, rounds = first_round(slice_, self.rank), slice_.rounds
-        before = count * self.plan.rounds - first
+        before = count * self.shapes.rounds - first
         return Turn(slice_, none, here, tile, has_next, first, rounds, first, rounds, before)
 
     def whole_at(self, tile: Scalar) -> Position:
@@ -98,7 +145,7 @@ class TileOrder:
 
     def _first_round_of_next(self, has_next: Scalar) -> Index:
         """The first round of the next whole tile, if there is one, or else of this block's slice."""
-        slice_ = self.plan.slice
+        slice_ = self.shapes.slice
         if slice_ and slice_.split_k > 1:
             return has_next.select(self.first_round, first_round(slice_, self.rank))
         return self.first_round
@@ -116,7 +163,7 @@ class TileOrder:
     def _position(self, tile: Scalar, row: Scalar) -> Position:
         """Where a tile is, and for one beyond the last where the last is; row: the tile of rows of those of a cluster
         that is meant."""
-        s, per_group = self.schedule, GROUP_TILES * self.plan.row_tiles
+        s, per_group = self.schedule, GROUP_TILES * self.shapes.row_tiles
         tile = tile.min(self.tiles - 1)
         group, within = tile // per_group, tile % per_group
         side_by_side = (self.token_tiles - group * GROUP_TILES).min(GROUP_TILES)

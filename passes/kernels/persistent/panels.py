@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from itertools import product
 
 from lowbit.passes.builder import Index, Memory, Program, Scalar
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
-from lowbit.passes.kernels.prefill.schedule import WARPS
-from lowbit.passes.kernels.prefill.tile_order import TileOrder, first_round
-from lowbit.passes.kernels.prefill.turn import Turn
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import WARPS
+from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn, first_round
+from lowbit.passes.kernels.persistent.tiles import TileShape
 
 
 class Panels(ABC):
@@ -22,8 +22,9 @@ class Panels(ABC):
 
     rank: Scalar
 
-    def __init__(self, p: Program, plan: PrefillPlan) -> None:
+    def __init__(self, p: Program, plan: PersistentPlan) -> None:
         self.p, self.plan, self.spec, self.schedule = p, plan, plan.spec, plan.schedule
+        self.round = plan.round
 
     @abstractmethod
     def copy_first(self, order: TileOrder, token: Scalar, first_round: Index) -> None:
@@ -49,17 +50,17 @@ class Panels(ABC):
     def later(self, turn: Turn, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
         """Returns the panel that is copied while this one is multiplied: whether it is of this tile, or else of the
         next; its first token; and its number in the tile."""
-        plan = self.plan
-        coming, per_tile = index * plan.panels + (panel + plan.ahead), turn.rounds * plan.panels
-        inside = coming < turn.first_round * plan.panels + per_tile
+        panels = self.round.panels
+        coming, per_tile = index * panels + (panel + self.round.ahead), turn.rounds * panels
+        inside = coming < turn.first_round * panels + per_tile
         token = inside.select(turn.here.token, turn.next.token)
-        return inside, token, inside.select(coming, coming - turn.to_next * plan.panels)
+        return inside, token, inside.select(coming, coming - turn.to_next * panels)
 
 
 class BoxPanels(Panels):
     """Panels that come as boxes."""
 
-    def __init__(self, p: Program, plan: PrefillPlan) -> None:
+    def __init__(self, p: Program, plan: PersistentPlan) -> None:
         super().__init__(p, plan)
         s, width = plan.schedule, plan.spec.x.per_panel
         self.x = p.alloc_shared(plan.spec.x.operand, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
@@ -67,12 +68,12 @@ class BoxPanels(Panels):
 
     def copy_first(self, order: TileOrder, token: Scalar, first_round: Index) -> None:
         with self.p.one_thread(order.has_tile):
-            self._copy_ahead(self.plan.whole, token, first_round)
+            self._copy_ahead(self.plan.tiles.whole, token, first_round)
 
     def copy_first_of_slice(self, turn: Turn, order: TileOrder) -> None:
         """Waits for products first: with anything else between the last one and its wait, the assembler may read sums
         too early."""
-        p, slice_ = self.p, self.plan.slice
+        p, slice_ = self.p, self.plan.tiles.slice
         if slice_ in (None, turn.shape):
             return
         p.await_products(0)
@@ -82,11 +83,11 @@ class BoxPanels(Panels):
 
     def copy_later(self, turn: Turn, index: Scalar, panel: int) -> None:
         """Copies it to the stage that the panel before the last one has left."""
-        p, plan = self.p, self.plan
+        p, ahead = self.p, self.round.ahead
         inside, token, column = self.later(turn, index, panel)
         with p.one_thread(inside | turn.has_next):
-            stage = (panel + plan.ahead) % self.schedule.num_stages
-            p.await_signal(self.empty, stage, (self._use(turn, index, panel + plan.ahead + 1) + 1) % 2)
+            stage = (panel + ahead) % self.schedule.num_stages
+            p.await_signal(self.empty, stage, (self._use(turn, index, panel + ahead + 1) + 1) % 2)
             self._copy(turn.shape, stage, token, column)
 
     def wait(self, turn: Turn, index: Scalar, panel: int) -> Memory:
@@ -104,23 +105,23 @@ class BoxPanels(Panels):
     def _use(self, turn: Turn, index: Index, panels: int) -> Scalar:
         """How often stages have been gone through when so many panels of a round are over, counted in the block."""
         stages = self.schedule.num_stages
-        return (turn.rounds_before + index) * (self.plan.panels // stages) + panels // stages
+        return (turn.rounds_before + index) * (self.round.panels // stages) + panels // stages
 
     def _await_free_stages(self, turn: Turn) -> None:
         """Waits until warps have left the stages that the first panels are copied to."""
-        for stage in range(self.plan.ahead):
-            self.p.await_signal(self.empty, stage, (self._use(turn, self.plan.rounds, stage + 1) + 1) % 2)
+        for stage in range(self.round.ahead):
+            self.p.await_signal(self.empty, stage, (self._use(turn, self.plan.tiles.rounds, stage + 1) + 1) % 2)
 
     def _copy_ahead(self, shape: TileShape, token: Scalar, first: Index) -> None:
         """Copies the first panels of a tile or slice, from the first round on."""
-        for panel in range(self.plan.ahead):
-            self._copy(shape, panel, token, first * self.plan.panels + panel)
+        for panel in range(self.round.ahead):
+            self._copy(shape, panel, token, first * self.round.panels + panel)
 
     def _copy(self, shape: TileShape, stage: int, token: Scalar, panel: Index) -> None:
         """Starts to copy a panel of x, counted in a tile or slice."""
-        p, s, name = self.p, self.schedule, self.plan.x_of[shape.tokens]
+        p, s, name = self.p, self.schedule, self.plan.x.parameters[shape.tokens]
         p.expect(self.full, stage, shape.tokens * s.panel_k * self.spec.x.bytes)
-        of_box, width = self.plan.boxes[name]
+        of_box, width = self.plan.x.boxes[name]
         copies = s.cluster if shape.split_k == 1 else 1
         for box, (source, row) in product(range(s.panel_k // width), self._boxes_of_tokens(of_box, shape.split_k)):
             where, to = (panel * s.panel_k + box * width, token + source), box * s.tokens + row

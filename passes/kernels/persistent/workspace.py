@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Index, Program, Scalar, Tile
-from lowbit.passes.kernels.prefill.exchange import COLUMN, THREADS, in_register_order
-from lowbit.passes.kernels.prefill.plan import MOST_BLOCKS, PrefillPlan
-from lowbit.passes.kernels.prefill.stream_order import StreamOrder
+from lowbit.passes.kernels.persistent.exchange import COLUMN, THREADS, in_register_order
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.stream_order import StreamOrder
+from lowbit.passes.kernels.persistent.tiles import MOST_BLOCKS
 from lowbit.passes.launch import COUNTERS
 
 _FIRST_COLUMN = COUNTERS // (4 * THREADS)
@@ -28,8 +29,8 @@ _AT_ONCE = 64  # tokens whose sums are read together, at most: of three blocks, 
 class Workspace:
     """The sums of parts of tiles in program `p`, in a block whose tiles are those of an order."""
 
-    def __init__(self, p: Program, plan: PrefillPlan, order: StreamOrder) -> None:
-        self.p, self.plan, self.order = p, plan, order
+    def __init__(self, p: Program, plan: PersistentPlan, order: StreamOrder) -> None:
+        self.p, self.schedule, self.order = p, plan.schedule, order
         self._columns = plan.schedule.tokens // COLUMN
         places = _FIRST_COLUMN + MOST_BLOCKS * 2 * self._columns
         self._sums = p.global_view(p["workspace"], "f32", (places, THREADS, 4))
@@ -87,7 +88,7 @@ class Workspace:
 
     def _place(self, block: Scalar) -> Scalar:
         """The number of a block, or in a cluster of the one that has the rows of this block."""
-        return block * self.plan.schedule.cluster + self.order.rank
+        return block * self.schedule.cluster + self.order.rank
 
     def _column(self, block: Scalar, which: Index, column: int) -> tuple[Scalar, int, int]:
         """Where the sums of some tokens are, of one of a block's two parts."""

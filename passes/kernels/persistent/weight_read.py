@@ -9,7 +9,7 @@ from lowbit.passes.builder import Index, Memory, Program, Tile
 
 
 @dataclass(frozen=True)
-class Access:
+class WeightRead:
     """A read of program `p`: a part of a view, and how it lies in registers."""
 
     p: Program

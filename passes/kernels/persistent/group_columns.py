@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
 
 
 @dataclass(frozen=True)
-class Part:
-    """Columns of a panel that have one scale.
+class GroupColumns:
+    """Columns of a panel that have one scale, or are one product.
 
     start     first column in the panel
     width     columns
@@ -22,13 +22,13 @@ class Part:
     group: int
 
 
-def parts_of_panel(plan: PrefillPlan, panel: int) -> Iterator[Part]:
-    """The parts of a round's panel, in order."""
-    size = plan.step // max(1, plan.groups)  # columns of a group in the round
+def groups_of_panel(plan: PersistentPlan, panel: int) -> Iterator[GroupColumns]:
+    """Yields the columns of a round's panel by group, in order."""
+    size = plan.round.step // max(1, plan.scaling.groups)  # columns of a group in the round
     width = plan.schedule.panel_k
     first, end = panel * width, (panel + 1) * width
     while first < end:
         group = first // size
         last = min(end, (group + 1) * size)
-        yield Part(first % width, last - first, group)
+        yield GroupColumns(first % width, last - first, group)
         first = last

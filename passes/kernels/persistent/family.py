@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=PrefillSchedule)

@@ -1,4 +1,4 @@
-"""The end of a tile in the prefill kernels: sums become numbers of y and leave, in one of two ways.
+"""The end of a tile in persistent kernels: sums become numbers of y and leave, in one of two ways.
 
 A thread's sums are of neighbouring tokens, and y has neighbouring rows of the weight side by side. `StagedStore` turns
 them around in shared memory, some tokens at a time, and stores 16-byte pieces. Every warp has a part of it for itself;
@@ -13,11 +13,12 @@ from typing import Protocol
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.epilogue import Epilogue
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS
+from lowbit.passes.kernels.persistent.staging import Staging
 
 
-def epilogue_of(p: Program, plan: PrefillPlan) -> Epilogue:
+def epilogue_of(p: Program, plan: PersistentPlan) -> Epilogue:
     """Returns what makes numbers of y from the sums of a tile."""
     return Epilogue(p, plan.spec, ragged=plan.spec.n % (ROWS_OF_TILE * plan.schedule.cluster) != 0)
 
@@ -32,24 +33,25 @@ class Store(Protocol):
 class StagedStore:
     """Stores y by way of shared memory."""
 
-    def __init__(self, p: Program, plan: PrefillPlan, epilogue: Epilogue) -> None:
-        self.p, self.plan, self.spec, self._epilogue = p, plan, plan.spec, epilogue
-        at_a_time, pitch = plan.out_tokens, plan.out_pitch
-        shape = (WARPS, plan.out_rows, at_a_time)
+    def __init__(self, p: Program, plan: PersistentPlan) -> None:
+        self.p, self.spec, self._epilogue = p, plan.spec, epilogue_of(p, plan)
+        self._staging = staging = Staging(plan.spec, plan.schedule)
+        at_a_time, pitch = staging.tokens, staging.pitch
+        shape = (WARPS, staging.rows, at_a_time)
         self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))
 
     def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
         p, numbers = self.p, self._epilogue.numbers(total, row_tile * ROWS_OF_TILE, token)
-        for first, tokens in self.plan.out_pieces(total.shape[1]):
+        for first, tokens in self._staging.pieces(total.shape[1]):
             part = p.slice(numbers, 1, first, tokens)
-            p.store(p.reshape(part, (WARPS, self.plan.out_rows, tokens)), self._turned, (0, 0, 0))
+            p.store(p.reshape(part, (WARPS, self._staging.rows, tokens)), self._turned, (0, 0, 0))
             p.barrier("warps", 1)
             self._store_part(row_tile, token + first, tokens)
             p.barrier("warps", 1)
 
     def _store_part(self, row_tile: Scalar, token: Scalar, tokens: int) -> None:
         """Some tokens from shared memory to y, in pieces of neighbouring rows."""
-        p, rows, piece = self.p, self.plan.out_rows, self._rows_of_piece(tokens)
+        p, rows, piece = self.p, self._staging.rows, self._rows_of_piece(tokens)
         across = rows // piece  # pieces of a token's rows
         lanes = math.gcd(across, 32)
         layout = spatial(WARPS, 1, 1).local(1, across // lanes, 1).local(1, 1, tokens * lanes // 32)
@@ -62,7 +64,7 @@ class StagedStore:
     def _rows_of_piece(self, tokens: int) -> int:
         """Returns how many neighbouring rows a lane stores at once: as many as divide every token's row of y, and leave
         all lanes of a warp as many pieces."""
-        return math.gcd(self.spec.outputs, self.spec.y.per_vector, self.plan.out_rows * tokens // 32)
+        return math.gcd(self.spec.outputs, self.spec.y.per_vector, self._staging.rows * tokens // 32)
 
     def _y(self, piece: int) -> Memory:
         """The result in pieces of rows: [pieces, rows of a piece, tokens]."""
@@ -78,8 +80,9 @@ class DirectStore:
     what a sector of the L2 cache takes, of a tile whose products take a hundred times as long.
     """
 
-    def __init__(self, p: Program, epilogue: Epilogue) -> None:
-        self.p, self._epilogue, self._y = p, epilogue, epilogue.view_like_y("y")
+    def __init__(self, p: Program, plan: PersistentPlan) -> None:
+        self.p, self._epilogue = p, epilogue_of(p, plan)
+        self._y = self._epilogue.view_like_y("y")
 
     def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
         first, end = row_tile * ROWS_OF_TILE, self._epilogue

@@ -1,4 +1,4 @@
-"""Outliers in the prefill kernel: added to the weights of a panel before these are multiplied, for all tokens at once.
+"""Outliers in persistent kernels: added to the weights of a panel before these are multiplied, for all tokens at once.
 
 A warp walks the lines of its row block beside the panels. The outliers of a panel are written to shared memory, where
 they stand in the order of fragments among zeros, and are read as if they were a weight: 16 bytes for eight of them. So
@@ -12,14 +12,14 @@ from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.passes.builder import Index, Program, Scalar, Tile
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import WARPS
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import WARPS
 
 
 class Outliers:
     """Brings the outliers of panels to registers, in program `p`."""
 
-    def __init__(self, p: Program, plan: PrefillPlan) -> None:
+    def __init__(self, p: Program, plan: PersistentPlan) -> None:
         self.p, self.act = p, plan.spec.act
         blocks = plan.schedule.panel_k // BLOCK_K
         self._table = p.global_view(p["outliers"], "i32", (plan.spec.packing.row_blocks + 1,))

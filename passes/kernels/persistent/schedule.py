@@ -1,4 +1,5 @@
-"""What the free choices of the prefill kernel are: `PrefillSchedule`."""
+"""The free choices of persistent kernels: `PrefillSchedule`, which are those of the prefill kernel. Schedules of the
+other families have more, or allow other values."""
 
 from __future__ import annotations
 
@@ -105,6 +106,21 @@ class PrefillSchedule(KernelSchedule):
     def threads(self) -> int:
         """Threads of a block."""
         return 32 * WARPS
+
+    @property
+    def warps(self) -> tuple[int, int]:
+        """Warps along the rows of a tile, and along its tokens."""
+        return WARPS, 1
+
+    @property
+    def warp_tokens(self) -> int:
+        """Tokens of a warp."""
+        return self.tokens // self.warps[1]
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of a product."""
+        return self.tokens
 
     @property
     def streams(self) -> bool:

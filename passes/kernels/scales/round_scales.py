@@ -1,4 +1,4 @@
-"""Scales, zeros and offsets in the prefill kernel: how they come to a warp, and the numbers they become.
+"""Scales, zeros and offsets in persistent kernels: how those of a round come to a warp, and the numbers they become.
 
 They come a round ahead: few straight to registers, many to shared memory, a buffer of every warp for each of two
 rounds. Codes of numbers (`Bilevel`) become numbers where a group's weights are made, once for all tokens of a tile.
@@ -14,52 +14,57 @@ from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
-from lowbit.passes.kernels.prefill.access import Access
-from lowbit.passes.kernels.prefill.factor import Factor, factors_of, staged_factors
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import WARPS
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import WARPS
+from lowbit.passes.kernels.persistent.weight_read import WeightRead
+from lowbit.passes.kernels.scales.round_tensors import RoundTensor
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 
 
-class Factors:
-    """Loads factors in program `p`, and makes numbers of them.
+class RoundScales:
+    """Loads scales, zeros and offsets in program `p`, and makes numbers of them.
 
     loaded   those that come to registers
     staged   those that come to shared memory: for each its buffer [2, 1, warps, numbers of a row block]
     """
 
-    def __init__(self, p: Program, plan: PrefillPlan) -> None:
-        self.p, self.plan, self.spec = p, plan, plan.spec
-        self.convert = ScalesZeros(p, plan.spec, 0.0, plan.raw_codes)
-        self.row_layout = (plan.rows * MMA_M16N8_D).reduce((1,))
+    def __init__(self, p: Program, plan: PersistentPlan) -> None:
+        self.p, self.plan, self.spec, tiles = p, plan, plan.spec, plan.tiles
+        self.convert = ScalesZeros(p, plan.spec, 0.0, plan.scaling.raw_codes)
+        self.row_layout = (tiles.rows * MMA_M16N8_D).reduce((1,))
         self._rows = self.row_layout.reshape((1, WARPS, ROWS))
-        self._row_boundary = "none" if plan.covers_rows else "clamp"
-        self._all, staged = factors_of(plan), staged_factors(plan)
-        self.loaded = {name: factor for name, factor in self._all.items() if name not in staged}
-        self.staged = {name: self._buffer(self._all[name]) for name in self._all if name in staged}
+        self._row_boundary = "none" if tiles.covers_rows else "clamp"
+        self._k_boundary = "none" if tiles.covers_columns else "clamp"
+        self.loaded, self._all = plan.tensors.loaded, plan.tensors.every
+        self.staged = {name: self._buffer(tensor) for name, tensor in plan.tensors.staged.items()}
         self._stage: Index = 0
 
-    def _buffer(self, factor: Factor) -> Memory:
-        element = ScalesZeros.element(factor.slot.storage)
-        return self.p.alloc_shared(element, (2, 1, WARPS, factor.count * factor.lanes))
+    def _buffer(self, tensor: RoundTensor) -> Memory:
+        element = ScalesZeros.element(tensor.slot.storage)
+        return self.p.alloc_shared(element, (2, 1, WARPS, tensor.count * tensor.lanes))
+
+    def fill_table(self) -> None:
+        """Fills the table in which scales are places, if they are, in shared memory."""
+        self.convert.alloc_table()
+        self.convert.fill_table()
 
     # -- to registers
 
-    def at(self, name: str, row_tile: Scalar, index: Index, i: int) -> Access:
+    def at(self, name: str, row_tile: Scalar, index: Index, i: int) -> WeightRead:
         """Number `i` of every row in a round, as it is in memory."""
-        factor = self._all[name]
-        if factor.slot.index == "padded_row" or self.spec.group_size is None:
-            return self.rows_at(factor.slot, row_tile)
-        boundary = "none" if self.plan.covers_columns else "clamp"
-        return self.rows_at(factor.slot, row_tile, (index * factor.count + i) // factor.repeat, boundary)
+        tensor = self._all[name]
+        if tensor.slot.index == "padded_row" or self.spec.group_size is None:
+            return self.rows_at(tensor.slot, row_tile)
+        number = (index * tensor.count + i) // tensor.repeat
+        return self.rows_at(tensor.slot, row_tile, number, self._k_boundary)
 
-    def rows_at(self, slot: TensorSlot, row_tile: Scalar, number: Index = 0, boundary: str = "none") -> Access:
+    def rows_at(self, slot: TensorSlot, row_tile: Scalar, number: Index = 0, boundary: str = "none") -> WeightRead:
         """One number of every row, as it is in memory."""
         numbers, lanes = slot.shape[1:] if len(slot.shape) == 3 else (1, ROWS)
         shape, strides = (numbers, self.spec.packing.row_blocks, ROWS), (lanes, numbers * lanes, int(lanes == ROWS))
         view = self.p.global_view(self.p[slot.name], ScalesZeros.element(slot.storage), shape, strides)
         words = (boundary, self._row_boundary, "none")
-        return Access(self.p, view, (number, row_tile * WARPS, 0), self._rows, words)
+        return WeightRead(self.p, view, (number, row_tile * WARPS, 0), self._rows, words)
 
     # -- to shared memory
 
@@ -71,14 +76,14 @@ class Factors:
             self._copy(self._all[name], self.p.stage(buffer, stage), row_tile, index)
         self.p.commit()
 
-    def _copy(self, factor: Factor, target: Memory, row_tile: Scalar, index: Index) -> None:
-        numbers, lanes = factor.slot.shape[1:]
-        width, total, element = factor.count * lanes, numbers * lanes, ELEMENTS[factor.slot.storage]
-        shape, strides = (self.plan.all_rounds, self.spec.packing.row_blocks, width), (width, total, 1)
-        view = self.p.global_view(self.p[factor.slot.name], element.mlir, shape, strides)
-        vector = next(v for v in (16, 8, 4) if factor.row_block_bytes % v == 0 and total * element.bytes % v == 0)
+    def _copy(self, tensor: RoundTensor, target: Memory, row_tile: Scalar, index: Index) -> None:
+        numbers, lanes = tensor.slot.shape[1:]
+        width, total, element = tensor.count * lanes, numbers * lanes, ELEMENTS[tensor.slot.storage]
+        shape, strides = (self.plan.tiles.all_rounds, self.spec.packing.row_blocks, width), (width, total, 1)
+        view = self.p.global_view(self.p[tensor.slot.name], element.mlir, shape, strides)
+        vector = next(v for v in (16, 8, 4) if tensor.row_block_bytes % v == 0 and total * element.bytes % v == 0)
         layout = spatial(1, WARPS, 1) * copy_layout((1, 1, width), 32, vector // element.bytes)
-        limit = () if self.plan.covers_columns else (width, 0, 1, total)
+        limit = () if self.plan.tiles.covers_columns else (width, 0, 1, total)
         boundary = ("none", self._row_boundary, "none")
         self.p.copy_async(view, target, (index, row_tile * WARPS, 0), layout, boundary, limit)
 

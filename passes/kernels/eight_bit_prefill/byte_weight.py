@@ -1,0 +1,94 @@
+"""The weight side of persistent kernels for activations of 8 bits: codes and scales come part by part to registers, and
+become bytes (`weight_bytes`)."""
+
+from __future__ import annotations
+
+from lowbit.passes.builder import Index, Program, Scalar, Tile
+from lowbit.passes.kernels.eight_bit_prefill.codes import Codes, HeldCodes, Round, StagedCodes, turn
+from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan
+from lowbit.passes.kernels.eight_bit_prefill.weight_bytes import bytes_from
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, PrefillSchedule
+from lowbit.passes.kernels.persistent.stores import epilogue_of
+from lowbit.passes.kernels.persistent.weight import Finish
+from lowbit.passes.kernels.persistent.weight_codes import PackedCodes
+from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
+from lowbit.passes.kernels.scales.round_scales import RoundScales
+
+
+class ByteWeight:
+    """Loads the weight in program `p`.
+
+    codes  what brings codes. Numbers of groups go straight to registers, as `HeldCodes` do: they take turns there, and
+           come from the L2 cache.
+    bytes  what makes bytes of them
+    """
+
+    registers: WeightRegisters
+
+    def __init__(self, p: Program, plan: BytesPlan[PrefillSchedule]) -> None:
+        self.p, self.plan = p, plan
+        self.scales, packed = RoundScales(p, plan.base), PackedCodes(p, plan.base)
+        self.codes: Codes = (
+            StagedCodes(p, plan, packed.at, packed.layout) if plan.held.code_stages else HeldCodes(plan, packed.at)
+        )
+        self.bytes = bytes_from(p, plan, self.codes, self.scales)
+
+    def begin(self, row_tile: Scalar, index: Index) -> None:
+        """Starts to load the beginning of a tile's first round, which is number `index`; brings the rest nearer."""
+        held, loaded = self.plan.held, self.scales.loaded
+        codes = self.codes.begin((row_tile, index))
+        scales = {
+            name: [self.scales.at(name, row_tile, index, i).load() for i in range(held.of(tensor.count))]
+            for name, tensor in loaded.items()
+        }
+        for name, tensor in loaded.items():
+            for i in range(held.of(tensor.count), tensor.count):
+                self.scales.at(name, row_tile, index, i).prefetch()
+        self.registers = WeightRegisters(codes, scales)
+        self.scales.fill_table()
+        self.bytes.fill_table()
+
+    def read_codes(self, panel: int) -> None:
+        """Brings the codes of a panel to registers, if it is the first of its piece."""
+        piece, within = divmod(panel * self.plan.base.schedule.panel_k, self.plan.base.round.piece)
+        if not within:
+            self.codes.read(piece)
+
+    def load_later(self, registers: WeightRegisters, panel: int, here: Round, coming: Round) -> None:
+        """Starts to load what takes the place of what this panel of the round `here` was the last to need."""
+        round_, width, loaded = self.plan.base.round, self.plan.base.schedule.panel_k, self.scales.loaded
+        piece, within = divmod((panel + 1) * width, round_.piece)
+        if not within:
+            self.codes.bring_later(registers, piece - 1, here, coming)
+        ended = [(i, name) for name, tensor in loaded.items() for i in tensor.ended(width, panel)]
+        for i, name in sorted(ended, key=lambda each: each[0] * loaded[each[1]].columns):
+            self._load_later_number(registers, name, i, here, coming)
+        for name in (name for name, tensor in loaded.items() if tensor.count == 1):
+            if panel == 0:
+                registers.coming[name] = self.scales.at(name, *coming, 0).load()
+            elif panel == round_.panels - 1:
+                registers.scales[name] = [registers.coming[name]]
+
+    def _load_later_number(self, registers: WeightRegisters, name: str, i: int, here: Round, coming: Round) -> None:
+        """The same for number i of a tensor that has several in a round."""
+        count = self.scales.loaded[name].count
+        if count == 1:
+            return
+        place, number, round_ = turn(i, self.plan.held.of(count), count, here, coming)
+        registers.scales[name][place] = self.scales.at(name, *round_, number).load()
+        self.scales.at(name, *coming, i).prefetch()
+
+    def finish_of(self, row_tile: Scalar) -> Finish:
+        """Returns what multiplies sums by the scales of rows, if rows have one for all columns, and of tokens."""
+        p, spec, epilogue = self.p, self.plan.spec, epilogue_of(self.p, self.plan.base)
+
+        def finish(total: Tile, token: Scalar) -> Tile:
+            scale = self.bytes.row_scale(row_tile)
+            if scale is not None:
+                total = p.mul(total, scale)
+            if spec.row_scales:
+                total = p.mul(total, epilogue.per_row("row_scales", "f32", total, row_tile * ROWS_OF_TILE))
+            of_tokens = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
+            return p.mul(total, p.load(of_tokens, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
+
+        return finish

@@ -1,0 +1,84 @@
+"""What follows from a spec and a schedule of a persistent kernel, in numbers, part by part: `PersistentPlan`.
+
+The program is built from it, and schedules are chosen by it; so it needs no MLIR.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lowbit.dialect.formats.decode_table import DecodeTable
+from lowbit.dialect.formats.recipes import compute_element
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.persistent.engine import Engine
+from lowbit.passes.kernels.persistent.round import Round
+from lowbit.passes.kernels.persistent.scaling import Scaling
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
+from lowbit.passes.kernels.persistent.staging import Staging
+from lowbit.passes.kernels.persistent.tiles import Tiles
+from lowbit.passes.kernels.persistent.x_copies import XCopies
+from lowbit.passes.kernels.requirements import scale_table
+from lowbit.passes.kernels.scales.round_tensors import RoundTensors
+
+
+@dataclass(frozen=True)
+class PersistentPlan:
+    """The parts of a persistent kernel, in numbers.
+
+    round    the columns that it goes through k in
+    tiles    how the launch is cut into tiles, waves, slices and shares
+    scaling  where scales are applied
+    tensors  scales, zeros and offsets of a round, and how they come
+    x        stages of x, and the copies that fill them
+    staging  y on its way out, where it is turned around in shared memory
+    """
+
+    spec: MatmulSpec
+    schedule: PrefillSchedule
+    engine: Engine
+
+    @cached_property
+    def round(self) -> Round:
+        return Round(self.spec, self.schedule, self.engine)
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        return Tiles(self.spec, self.schedule, self.round)
+
+    @cached_property
+    def scaling(self) -> Scaling:
+        return Scaling(self.spec, self.round)
+
+    @cached_property
+    def tensors(self) -> RoundTensors:
+        return RoundTensors.of(self.spec, self.round, self.tiles.rounds, self.scaling)
+
+    @cached_property
+    def x(self) -> XCopies:
+        return XCopies(self.spec, self.schedule, self.tiles, by_boxes=self.engine.asynchronous)
+
+    @cached_property
+    def staging(self) -> Staging | None:
+        """None where y leaves from registers."""
+        return Staging(self.spec, self.schedule) if self.engine.asynchronous else None
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, as `lower-tiles` will lay it out."""
+        split, staging = self.tiles.split, self.staging
+        exchange = split.exchanged_bytes + 2 * 128 if split else 0  # two kinds of signals
+        last = 2 * 128 * self.schedule.streams  # whether the block is the last to write its sums, asked twice
+        return self.x.shared_bytes + (staging.shared_bytes if staging else 0) + exchange + last + self.weight_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Shared memory of the weight side: the tables of a format and of scales that have one, outliers, and scales,
+        zeros and offsets that do not go straight to registers. There is none beside activations of 8 bits."""
+        s, spec, scaling = self.schedule, self.spec, self.scaling
+        compute = compute_element(spec.dtype, spec.act)
+        table = DecodeTable(spec.dtype, compute).bytes if spec.dtype.kind == "table" else 0
+        outliers = ROWS_OF_TILE * s.panel_k * spec.x.bytes if spec.outliers else 0
+        of_panel = ROWS_OF_TILE * scaling.panel_groups * len(scaling.panel_numbers) * spec.x.bytes
+        scales = scale_table(spec)
+        return table + (scales.bytes if scales else 0) + outliers + 2 * WARPS * self.tensors.staged_bytes + of_panel
