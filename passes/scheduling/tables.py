@@ -24,15 +24,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.fields import integer
-from lowbit.dialect.formats.byte_codes import Compute
+from lowbit.dialect.fields import in_json, integer
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
@@ -42,58 +40,80 @@ from lowbit.passes.kernels.registry import FAMILIES, family_of, schedule_from_di
 REACH = 1.0  # octaves
 ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "num_stages", "split_k")  # of a schedule, in a file
 OTHERWISE = 0.25  # for another format of the same class, group size, kind of zeros or scales, or act
-_OF_SPEC = ("group_size", "zeros", "scale", "act", "compute", "bilevel", "outliers", "fold_scales")
-_SELDOM: dict[str, Any] = {"compute": None, "bilevel": None, "outliers": False, "fold_scales": False}
-"""Fields of a key that a file leaves out where they have these values."""
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(MatmulSpec)}
+_NO_PART = ("bias", "out", "row_scales", "permuted", "compute_from", "epilogue")
+"""Fields of a spec that no schedule depends on; nor does one on the values of a table."""
+_FIRST = ("weight", "n", "k", "group_size", "zeros", "scale", "act")  # in a file, and before the tokens
+_THEN = ("compute", "bilevel", "outliers", "fold_scales")
+_SELDOM = {name: _DEFAULTS[name] for name in (*_THEN, *_DEFAULTS) if name not in (*_FIRST, *_NO_PART, "table")}
+"""The other fields of a key's spec, in the order of a file, which leaves them out where they have these values."""
+_COMPARED = tuple(name for name in (*_FIRST, *_SELDOM) if name not in ("n", "k", "fold_scales"))
+"""Fields that add to the distance of neighbours where they differ; for folded scales they are of one kind or not."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """The matmul that a schedule is for, apart from its bias and the type of y, and the token tile."""
+    """The matmul that a schedule is for, and the token tile.
 
-    weight: str
-    n: int
-    k: int
-    group_size: int | None
-    zeros: str
-    scale: str
-    act: str
+    spec    the matmul without what no schedule depends on, such as its bias and the type of y; of a codebook's the
+            values are made up
+    tokens  of the token tile
+    """
+
+    spec: MatmulSpec
     tokens: int
-    compute: Compute | None = None
-    bilevel: Bilevel | None = None
-    outliers: bool = False
-    fold_scales: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bilevel is not None:  # as JSON has it
-            object.__setattr__(self, "bilevel", Bilevel.read(self.bilevel))
 
     @staticmethod
     def of(spec: MatmulSpec, token_tile: int) -> Key:
-        about = (getattr(spec, name) for name in _OF_SPEC)
-        return Key(spec.weight, spec.n, spec.k, tokens=token_tile, **dict(zip(_OF_SPEC, about)))
+        return Key(_measured(spec), token_tile)
 
-    @property
-    def spec(self) -> MatmulSpec:
-        """A matmul with this key; of a codebook's the values are made up."""
-        about = {name: getattr(self, name) for name in _OF_SPEC}
-        if self.weight.startswith("lut"):
-            bits = min(int(self.weight[3:]), 8)  # of a format with more, the spec says that there is none
-            about["table"] = tuple(map(float, range(2**bits)))
-        return MatmulSpec(self.n, self.k, self.weight, **about)
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all fields that count, in terms of JSON and in the order of a file."""
+        first, others = ({name: in_json(getattr(self.spec, name)) for name in names} for names in (_FIRST, _SELDOM))
+        return {**first, "tokens": self.tokens, **others}
+
+    @staticmethod
+    def from_dict(written: dict[str, Any]) -> Key:
+        """The inverse of `to_dict`; fields of `_SELDOM` may be left out, and there may be others.
+
+        Raises SpecError, TypeError, ValueError or KeyError for a key of no matmul, and for one that is spelled as no
+        matmul's is.
+        """
+        tokens = integer("tokens", written["tokens"], 1)
+        given = {name: written[name] for name in _FIRST} | {name: written.get(name, _SELDOM[name]) for name in _SELDOM}
+        key = Key(MatmulSpec(**given, table=_any_table(_text("weight", given["weight"]))), tokens)
+        for name, value in given.items():
+            kept = getattr(key.spec, name)
+            if value != kept and not isinstance(value, dict):
+                raise SpecError(f"{name}={value!r} must be {kept!r}")
+        return key
 
     @property
     def kind(self) -> tuple[object, ...]:
         """The fields that neighbours have in common."""
-        folds = self.fold_scales and self.spec.rounds_weights(self.tokens)
-        others = self.compute, self.bilevel is not None, self.outliers, folds
-        return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens, *others)
+        s = self.spec
+        others = s.compute, s.bilevel is not None, s.outliers, s.rounds_weights(self.tokens)
+        return (*_decoding(s.weight, s.act), s.zeros != "none", self.tokens, *others)
 
     def distance(self, other: Key) -> float:
         """Octaves between two of a kind."""
-        others = ("weight", "group_size", "zeros", "scale", "act", "bilevel")
-        differences = sum(getattr(self, name) != getattr(other, name) for name in others)
-        return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k)) + OTHERWISE * differences
+        differences = sum(getattr(self.spec, name) != getattr(other.spec, name) for name in _COMPARED)
+        octaves = abs(math.log2(self.spec.n / other.spec.n)) + abs(math.log2(self.spec.k / other.spec.k))
+        return octaves + OTHERWISE * differences
+
+
+@lru_cache(maxsize=256)
+def _measured(spec: MatmulSpec) -> MatmulSpec:
+    """The spec of a key for this one."""
+    return replace(spec, table=_any_table(spec.weight), **{name: _DEFAULTS[name] for name in _NO_PART})
+
+
+def _any_table(weight: str) -> tuple[float, ...] | None:
+    """Values for a codebook; None for other formats."""
+    if not weight.startswith("lut"):
+        return None
+    bits = min(int(weight[3:]), 8)  # of a format with more, the spec says that there is none
+    return tuple(map(float, range(2**bits)))
 
 
 @lru_cache(maxsize=None)
@@ -133,41 +153,27 @@ class Entry:
         schedule = spelled_out(self.schedule)
         if "family" not in schedule and schedule["tokens"] == max(8, self.key.tokens):
             del schedule["tokens"]
-        key = {name: value for name, value in asdict(self.key).items() if name not in _SELDOM or value}
-        if self.key.bilevel is not None:
-            key["bilevel"] = self.key.bilevel.to_dict()
+        key = {name: v for name, v in self.key.to_dict().items() if name not in _SELDOM or v != _SELDOM[name]}
         about = {"microseconds": round(self.microseconds, 3), "date": self.date, "version": self.version}
         return key | {"schedule": schedule} | about | ({"kernel": self.kernel} if self.kernel else {})
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Entry:
         """The inverse of `to_json`. Raises KeyError, TypeError, ValueError or OverflowError for anything else."""
-        given: dict[str, Any] = _SELDOM | values
-        key = Key(**{field.name: given[field.name] for field in fields(Key)})
+        key = Key.from_dict(values)
         choices = values["schedule"]
         schedule = schedule_from_dict(choices if "family" in choices else {"tokens": max(8, key.tokens)} | choices)
-        _check_key(key)
         _check_family(key, schedule)
         microseconds = float(values["microseconds"])
         if not 0 < microseconds < math.inf:
             raise ValueError(f"microseconds={microseconds} must be a number above 0")
-        about = (_text(name, given.get(name, "")) for name in ("date", "version", "kernel"))
+        about = (_text(name, values.get(name, "")) for name in ("date", "version", "kernel"))
         return Entry(key, schedule, microseconds, *about)
-
-
-def _check_key(key: Key) -> None:
-    """Raises SpecError or TypeError for a key of no matmul, and for one that is spelled as no matmul's is."""
-    integer("tokens", key.tokens, 1)
-    _text("weight", key.weight)
-    usual = Key.of(key.spec, key.tokens)
-    if key != usual:
-        name = next(f.name for f in fields(Key) if getattr(key, f.name) != getattr(usual, f.name))
-        raise SpecError(f"{name}={getattr(key, name)!r} must be {getattr(usual, name)!r}")
 
 
 def _check_family(key: Key, schedule: KernelSchedule) -> None:
     """Raises SpecError for a schedule of a family whose kernels do not compute the matmul of a key."""
-    operation: Operation = "quantized_matmul" if key.compute else "matmul"
+    operation: Operation = "quantized_matmul" if key.spec.compute else "matmul"
     family = family_of(schedule)
     if family.operation != operation:
         allowed = ", ".join(repr(each.name) for each in FAMILIES.values() if each.operation == operation)
@@ -225,7 +231,7 @@ class Table:
         """Returns the table as JSON, an entry to a line, in an order that does not depend on how they were found."""
         about = {"gpu": self.gpu, "capability": self.capability, "made": self.made}
         head = json.dumps(about, indent=1, ensure_ascii=False)[:-2]
-        entries = sorted(self.entries.values(), key=lambda e: tuple(map(_orderly, asdict(e.key).values())))
+        entries = sorted(self.entries.values(), key=lambda e: tuple(map(_orderly, e.key.to_dict().values())))
         lines = ",\n  ".join(json.dumps(entry.to_json()) for entry in entries)
         return f'{head},\n "entries": [\n  {lines}\n ]\n}}\n'
 

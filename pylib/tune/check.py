@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
@@ -61,12 +61,12 @@ class FirstCall:
         """The matmul, both schedules and both times."""
         chosen, best = spelled_out(self.schedule), spelled_out(self.entry.schedule)
         times = {"microseconds": self.time, "best_microseconds": min(self.time, self.best)}
-        return asdict(self.entry.key) | {"schedule": chosen, "best_schedule": best} | times
+        return self.entry.key.to_dict() | {"schedule": chosen, "best_schedule": best} | times
 
 
 def first_calls(table: Table, target: Target, gpu: Measures, submit: Submit) -> Iterator[FirstCall]:
     """Yields the first call of every matmul of the table, as if its entry were not there. No other table is asked."""
-    entries = sorted(table.entries.values(), key=lambda e: (str(replace(e.key, tokens=1)), e.key.tokens))
+    entries = sorted(table.entries.values(), key=lambda e: (str(e.key.spec), e.key.tokens))
     work: list[tuple[Entry, KernelSchedule]] = []
     for entry in entries:
         others = {key: other for key, other in table.entries.items() if key != entry.key}

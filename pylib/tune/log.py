@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 from lowbit.dialect.errors import SpecError
@@ -42,7 +41,7 @@ class Log:
         values = json.loads(line)
         if {name: values[name] for name in self._of} != self._of:
             return
-        known = Key(**values["key"]), schedule_from_dict(values["schedule"]), values["what"]
+        known = Key.from_dict(values["key"]), schedule_from_dict(values["schedule"]), values["what"]
         value = values["value"]
         if not (value is None or type(value) in (int, float)):
             raise TypeError(f"value={value!r} must be a number or null")
@@ -55,7 +54,7 @@ class Log:
     def add(self, key: Key, schedule: KernelSchedule, what: str, value: float, why: str = "") -> None:
         """Keep a measurement, in the file at once."""
         self._known[key, schedule, what] = value
-        about = {"key": asdict(key), "schedule": schedule_to_dict(schedule), "what": what}
+        about = {"key": key.to_dict(), "schedule": schedule_to_dict(schedule), "what": what}
         about |= {"value": value if math.isfinite(value) else None} | ({"why": why} if why else {})
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self._of | about) + "\n")

@@ -43,7 +43,7 @@ def same_size_entries(spec: MatmulSpec, token_tile: int, target: Target) -> list
     """Returns the schedules that the shipped tables have for this format and size, as far as they are allowed here."""
 
     def about(key: Key) -> tuple[object, ...]:
-        return key.weight, key.n, key.k, key.tokens, key.compute
+        return key.spec.weight, key.spec.n, key.spec.k, key.tokens, key.spec.compute
 
     entries = [e for t in shipped_tables() if t.capability == target.capability for e in t.entries.values()]
     same = [e for e in entries if about(e.key) == about(Key.of(spec, token_tile))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pytest
 from known_schedules import NEAR, ODD, SPEC, entry, table
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import schedule_from_dict
-from lowbit.passes.scheduling.tables import Key, merge, parse_table, read_table
+from lowbit.passes.scheduling.tables import Entry, Key, merge, parse_table, read_table
 
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
@@ -85,6 +86,54 @@ def test_a_key_names_its_matmul() -> None:
     eight_bits = (replace(SPEC, compute="i8"), replace(SPEC, compute="f8e4m3"))
     for spec in (SPEC, *NEAR.values(), replace(SPEC, weight="lut3", table=tuple(range(8))), *eight_bits):
         assert Key.of(Key.of(spec, 16).spec, 16) == Key.of(spec, 16)
+
+
+def test_a_key_has_every_field_of_a_spec_that_a_schedule_may_depend_on() -> None:
+    """A field that is added to a spec is one of keys: it stands in files where it has not its default, and counts
+    between neighbours."""
+    left_out = {"bias", "out", "row_scales", "permuted", "compute_from", "epilogue", "table"}
+    assert Key.of(SPEC, 16).to_dict().keys() - {"tokens"} == {f.name for f in fields(MatmulSpec)} - left_out
+    spec = MatmulSpec(64, 256, "lut1", 64, out="f32", bias=True, table=(1.0, 2.5), permuted=True, epilogue="residual")
+    assert Key.of(spec, 16) == Key.of(MatmulSpec(64, 256, "lut1", 64, table=(0.0, 1.0)), 16)
+
+
+SIZE = '"n": 64, "k": 256, "group_size": '
+WRITTEN = [
+    f'{{"weight": "u4", {SIZE}null, "zeros": "none", "scale": "f16", "act": "f16", "tokens": 16}}',
+    f'{{"weight": "lut1", {SIZE}64, "zeros": "none", "scale": "f16", "act": "bf16", "tokens": 16}}',
+    (
+        f'{{"weight": "u3", {SIZE}16, "zeros": "float", "scale": "u3", "act": "f16", "tokens": 16, '
+        '"bilevel": {"rows": 16, "groups": 1, "scale": "f16", "zeros": true}, "outliers": true}'
+    ),
+    (
+        f'{{"weight": "u4", {SIZE}64, "zeros": "offset", "scale": "u6", "act": "f16", "tokens": 16, '
+        '"compute": "f8e4m3", "bilevel": {"rows": 1, "groups": 2, "scale": "f16", "zeros": false}, "fold_scales": true}'
+    ),
+]
+"""Keys as version 0.1 wrote them in tables."""
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_keys_of_files_stay_as_they_are(written: str) -> None:
+    key = Key.from_dict(json.loads(written))
+    family = "eight_bit" if "compute" in written else "decode"
+    found = Entry(key, schedule_from_dict({"family": family, "tokens": 16}), 1.0, "2026-11-21", "0.1.0")
+    assert json.dumps(found.to_json()).startswith(written[:-1] + ', "schedule"')
+    assert Key.from_dict(key.to_dict()) == key == Key.of(key.spec, 16)  # as logs have it
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"act": "float16"}, "act='float16' must be 'f16'"),
+        ({"tokens": 0}, "tokens=0 must be at least 1"),
+        ({"weight": "u9"}, "unknown weight format 'u9'"),
+        ({"outliers": 1}, "outliers=1 must be True or False"),
+    ],
+)
+def test_a_key_that_is_none(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Key.from_dict(json.loads(WRITTEN[0]) | change)
 
 
 def test_a_schedule_of_the_first_version_is_still_read() -> None:

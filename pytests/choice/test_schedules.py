@@ -207,8 +207,8 @@ def test_what_a_target_lacks_is_not_taken() -> None:
 def test_distance_is_in_octaves() -> None:
     key = Key.of(SPEC, 1)
     assert key.distance(key) == 0
-    assert key.distance(replace(key, n=2 * key.n, k=key.k // 4)) == 3
-    assert replace(key, act="bf16", scale="bf16").distance(key) == 0.5
+    assert key.distance(Key.of(replace(SPEC, n=2 * SPEC.n, k=SPEC.k // 4), 1)) == 3
+    assert Key.of(replace(SPEC, act="bf16", scale="bf16"), 1).distance(key) == 0.5
 
 
 def test_activations_of_8_bits_have_entries_of_their_own() -> None:

@@ -54,7 +54,7 @@ def test_problems() -> None:
 def test_presets() -> None:
     work = preset_problems("decode")
     assert {p.key for p in work} <= set(shipped_tables()[0].entries)
-    assert work[0].key == Key("u4", 57344, 8192, 128, "none", "f16", "f16", 1)
+    assert work[0].key == Key.of(MatmulSpec(57344, 8192, "u4", 128), 1)
     for name in ("Llama-2-7B", "Llama-3.1-8B", "Llama-3.1-70B", "Qwen2.5-32B", "Gemma-2-9B"):
         for n, k in linear_sizes([name]):
             assert {p.token_tile for p in work if p.spec == MatmulSpec(n, k, "u4", 128)} >= {1, 8, 16, 32, 64}
@@ -165,7 +165,7 @@ def test_first_calls_of_sizes_that_no_table_has(clock: Bench, tmp_path: Path) ->
 
 
 def test_the_unknown_sizes_are_in_no_table() -> None:
-    known = {(key.n, key.k) for table in shipped_tables() for key in table.entries}
+    known = {(key.spec.n, key.spec.k) for table in shipped_tables() for key in table.entries}
     work = preset_problems("unknown")
     assert not {(p.spec.n, p.spec.k) for p in work} & known and len({(p.spec.n, p.spec.k) for p in work}) == 10
     kinds = {(p.spec.weight, p.spec.group_size) for p in work}
