@@ -71,7 +71,7 @@ def tolerance(
     dequantized     the kernel rounds whole weights to the operand's type (as the dequantize kernel does) and then
                     accumulates all of k
     rounded_zeros   the kernel rounds float zeros z to the operand's type, and each value - z again
-                    (`KernelPlan.rounds_zeros`). The change is known: with v the weight so rounded,
+                    (`Scaling.rounds_zeros`). The change is known: with v the weight so rounded,
                     |sum_k x s (v - (value - z))|. With dequantized, s * z is rounded, too: u s |z|
     rounded_outliers  the kernel rounds outliers, and what they add up to with zeros or offsets, to the operand's type
                     before it adds them to weights: `_outlier_error`

@@ -12,7 +12,7 @@ import lowbit
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import all_names, dtype
 from lowbit.passes.kernels.decode.schedule import Refill
-from lowbit.passes.kernels.streaming.plan import always_uses_raw_codes
+from lowbit.passes.kernels.streaming.arithmetic import always_uses_raw_codes
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 from lowbit.pylib.runtime.activation import VALUES, quantize_in_torch, quantize_rows
 from lowbit.pylib.runtime.driver import Function

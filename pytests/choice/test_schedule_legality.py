@@ -34,8 +34,8 @@ from lowbit.passes.targets import parse_target
 def test_what_is_multiplied_as_it_is_stored(weight: str, zeros: str, choice: dict[str, Any], raw: bool) -> None:
     spec = replace(SPEC, weight=weight, zeros=zeros)  # type: ignore[arg-type]
     s = replace(Schedule(8, 1, 1, 8, 128, 2), **choice)
-    assert KernelPlan(spec, s).raw_codes == raw
-    assert not KernelPlan(spec, IntegerSchedule()).raw_codes
+    assert KernelPlan(spec, s).arithmetic.raw_codes == raw
+    assert not KernelPlan(spec, IntegerSchedule()).arithmetic.raw_codes
     if raw:
         with pytest.raises(SpecError, match="multiplied as it is stored anyway; take raw_codes=False"):
             check_schedule(spec, replace(s, raw_codes=True), HOPPER)

@@ -14,7 +14,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of
-from lowbit.passes.kernels.streaming.cost_model import predict, registers, spills
+from lowbit.passes.kernels.streaming.cost_model import predict, spills
 from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.kernels.streaming.search_space import all_schedules
 from lowbit.passes.scheduling.choice import TOKEN_TILES, Chooser, default_schedule, schedule_for
@@ -45,8 +45,8 @@ def test_the_rule_always_fits(target: str) -> None:
             if not isinstance(s, Schedule):  # a prefill kernel, for any number of tokens
                 continue
             plan = KernelPlan(spec, s)
-            assert s.tokens in (tile, max(8, tile)) and (s.warps_k == 1 or plan.steps >= s.warps_k)
-            assert s.split_k == 1 or plan.rounds >= 2
+            assert s.tokens in (tile, max(8, tile)) and (s.warps_k == 1 or plan.steps.count >= s.warps_k)
+            assert s.split_k == 1 or plan.steps.rounds >= 2
 
 
 def test_the_rule_fills_the_multiprocessors() -> None:
@@ -55,14 +55,14 @@ def test_the_rule_fills_the_multiprocessors() -> None:
         for tile, s in rule(spec, target):
             if isinstance(s, Schedule):  # a prefill kernel has a block for each
                 # Half of them were enough to win at 2048 x 5632.
-                assert KernelPlan(spec, s).tiles * s.split_k >= min(0.45 * 132, n / 16), (n, tile)
+                assert KernelPlan(spec, s).steps.tiles * s.split_k >= min(0.45 * 132, n / 16), (n, tile)
 
 
 def test_clusters_of_four_leave_multiprocessors_out() -> None:
     """128 blocks for 132 multiprocessors: in one go in clusters of two, not in clusters of four."""
     spec, two = replace(SPEC, n=4096, k=8192), Schedule(16, 1, 4, 4, 128, 2, 2, 2, True, 1)
     four = replace(two, warps_n=8, warps_k=2, split_k=4, cluster=4)
-    assert KernelPlan(spec, two).tiles * 2 == KernelPlan(spec, four).tiles * 4 == 128
+    assert KernelPlan(spec, two).steps.tiles * 2 == KernelPlan(spec, four).steps.tiles * 4 == 128
     fewer = replace(spec, n=3072)  # 96 blocks
 
     def ratio(spec: MatmulSpec) -> float:
@@ -90,7 +90,7 @@ def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
 
     spec = replace(SPEC, k=4096 if s.preload_weights else 8192)
     used = resource_usage(compile_matmul(spec, HOPPER, s).ptx, HOPPER)
-    assert used.spill_stores == 0 and abs(registers(spec, s) - used.registers) <= 16
+    assert used.spill_stores == 0 and abs(KernelPlan(spec, s).engine.registers - used.registers) <= 16
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_rule_with_wgmma_is_the_best_predicted(n: int, weight: str, tile: in
     spec = replace(SPEC, n=n, k=8192, weight=weight)
     s = min(FAMILIES["decode"].candidates(spec, tile, HOPPER), key=lambda s: predict(spec, tile, s, HOPPER))
     found = [e for e in all_schedules(spec, tile, HOPPER, FAMILIES["decode"]) if e.wgmma and e.warps_n <= 8]
-    every = [e for e in found if not e.preload_weights and not spills(spec, e, HOPPER)]
+    every = [e for e in found if not e.preload_weights and not spills(KernelPlan(spec, e), HOPPER)]
     assert s.wgmma
     most = 1.15 if s.preload_weights else 1.07  # preloaded weights take less time than is predicted
     assert predict(spec, tile, s, HOPPER) <= most * min(predict(spec, tile, each, HOPPER) for each in every)

@@ -41,7 +41,7 @@ def test_candidates(weight: str, tile: int, n: int) -> None:
     for s in every:
         check_schedule(spec, s, HOPPER)
         if s not in given:
-            assert s.tokens in (tile, max(8, tile)) and (KernelPlan(spec, s).rounds >= 2 or s.preload_weights)
+            assert s.tokens in (tile, max(8, tile)) and (KernelPlan(spec, s).steps.rounds >= 2 or s.preload_weights)
     chosen = len(given)
     shapes = {_shape(s) for s in every}
     assert {_shape(s) for s in every[: chosen + len(shapes)]} == shapes  # each, before any comes twice
@@ -112,16 +112,17 @@ def test_neighbours(tile: int) -> None:
         assert len(names - set(decode_space.SECOND)) == 1
         assert s.cluster == s.split_k and s.max_blocks_per_sm == _enough(s)
     assert changed >= {"row_blocks", "warps_k", "step_k", "num_stages"}
-    assert "max_blocks_per_sm" in changed or shared_room(SPEC, around, HOPPER) == 1
+    assert "max_blocks_per_sm" in changed or shared_room(KernelPlan(SPEC, around), HOPPER) == 1
     assert ("tokens" in changed) == (tile == 1)
     assert {"split_k", "cluster"} <= changed or tile == 1  # which has no work for more splits
 
 
 def _enough(s: Schedule) -> int:
-    blocks = KernelPlan(SPEC, s).tiles * s.split_k
+    blocks = KernelPlan(SPEC, s).steps.tiles * s.split_k
     if s.wgmma:
         return enough_blocks(blocks, HOPPER)
-    needed, fitting = -(-blocks // HOPPER.multiprocessors), blocks_per_sm(SPEC, replace(s, max_blocks_per_sm=0), HOPPER)
+    free = KernelPlan(SPEC, replace(s, max_blocks_per_sm=0))
+    needed, fitting = -(-blocks // HOPPER.multiprocessors), blocks_per_sm(free, HOPPER)
     return needed if needed <= fitting else 0
 
 
@@ -148,7 +149,7 @@ WARPGROUP = Schedule(16, 1, 4, 2, 64, 3, 2, 2, wgmma=True, max_blocks_per_sm=1) 
 
 @pytest.mark.parametrize("s", [WARPGROUP, replace(WARPGROUP, wgmma=False), replace(WARPGROUP, max_blocks_per_sm=0)])
 def test_the_second_pass_varies_how_many_blocks_a_multiprocessor_takes(s: Schedule) -> None:
-    assert shared_room(SPEC, s, HOPPER) > 2
+    assert shared_room(KernelPlan(SPEC, s), HOPPER) > 2
     found = search_space.neighbours(SPEC, 16, HOPPER, s)
     assert {replace(s, max_blocks_per_sm=blocks) for blocks in {0, 1, 2} - {s.max_blocks_per_sm}} <= set(found)
     halved = [n for n in found if n.split_k == 1]  # in blocks
@@ -157,7 +158,7 @@ def test_the_second_pass_varies_how_many_blocks_a_multiprocessor_takes(s: Schedu
     assert halved and {n.max_blocks_per_sm for n in halved} == {s.max_blocks_per_sm}
     assert split and {n.max_blocks_per_sm for n in split} == {2 if follows else s.max_blocks_per_sm}
     large = replace(s, num_stages=8, warps_k=4)  # leaves room for one, whatever its max_blocks
-    assert shared_room(SPEC, large, HOPPER) == 1
+    assert shared_room(KernelPlan(SPEC, large), HOPPER) == 1
     found = search_space.neighbours(SPEC, 16, HOPPER, large)
     assert found and not [n for n in found if replace(n, max_blocks_per_sm=large.max_blocks_per_sm) == large]
 
@@ -169,7 +170,7 @@ def test_the_first_pass_has_room_for_as_many_blocks_as_are_needed() -> None:
     assert {s.max_blocks_per_sm for s in found if s.wgmma} == {0, 1, 2}
     for s in found:
         if s.max_blocks_per_sm:
-            blocks = KernelPlan(spec, s).tiles * s.split_k
+            blocks = KernelPlan(spec, s).steps.tiles * s.split_k
             assert 132 * (s.max_blocks_per_sm - 1) < blocks <= 132 * s.max_blocks_per_sm
 
 

@@ -16,6 +16,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels import registry
 from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
+from lowbit.passes.kernels.decode.family import Decode
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of, request, schedule_from_dict, schedule_to_dict
 from lowbit.passes.scheduling.choice import schedule_for, token_tiles
@@ -79,9 +80,7 @@ class Toy(KernelFamily[ToySchedule]):
         return [ToySchedule(2)]
 
     def build(self, spec: MatmulSpec, schedule: ToySchedule) -> Any:
-        from lowbit.passes.kernels.streaming.kernel import decode_matmul
-
-        return decode_matmul(spec, Schedule(8, 1, 1, schedule.warps, 128, 2))
+        return Decode().build(spec, Schedule(8, 1, 1, schedule.warps, 128, 2))
 
 
 def test_a_new_family_is_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_another_tensor_is_a_declaration_and_a_kernel_that_reads_it(monkeypatch:
 
     monkeypatch.setenv("LOWBIT_NO_CACHE", "1")  # no spec that others use, and no cache: the kernels stay here
     monkeypatch.setattr("lowbit.dialect.weight_format.weight_tensors", with_gains)
-    monkeypatch.setattr("lowbit.passes.kernels.streaming.kernel.Ending", Gains)
+    monkeypatch.setattr("lowbit.passes.kernels.streaming.parts.Ending", Gains)
     spec = MatmulSpec(40, 208, "u4", 16, zeros="int", bias=True)
 
     x, tensors = reference.random_inputs(spec, 3)

@@ -13,8 +13,8 @@ from tables import table
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.streaming.arithmetic import always_uses_raw_codes
 from lowbit.passes.kernels.streaming.legality import check_schedule
-from lowbit.passes.kernels.streaming.plan import always_uses_raw_codes
 from lowbit.passes.targets import parse_target
 
 TOKENS = (8, 16, 32, 64, 128, 256)  # that a schedule can be for

@@ -23,9 +23,10 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.kernels.streaming.group_numbers import GroupNumbers
+from lowbit.passes.kernels.streaming.group_scales import GroupScales
 from lowbit.passes.kernels.streaming.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.streaming.steps import Steps
 from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.build.kernels import Artifacts
@@ -223,11 +224,11 @@ def _without(slot: str) -> Any:
 
 
 MUTATIONS = {
-    "second level of scales and offsets exchanged": (Q4_K, GroupNumbers, "_of_blocks", _exchanged("offset")),
-    "second level of scales and zeros exchanged": (SPQR, GroupNumbers, "_of_blocks", _exchanged("zero")),
+    "second level of scales and offsets exchanged": (Q4_K, GroupScales, "_of_blocks", _exchanged("offset")),
+    "second level of scales and zeros exchanged": (SPQR, GroupScales, "_of_blocks", _exchanged("zero")),
     "codes of scales and zeros exchanged": (SPQR, ScalesZeros, "two_level", lambda right: lambda self, slot, *r: right(
         self, replace(slot, bit=3 - slot.bit), *r)),
-    "second level of the block before": (Q4_K, KernelPlan, "steps_per_block", _twice),
+    "second level of the block before": (Q4_K, Steps, "per_block", _twice),
     "offset of scales dropped": (TABLE, ScalesZeros, "two_level", _without("scale_offsets")),
     "table of scales forgotten": (TABLE, Program, "lookup_bytes", lambda right: lambda self, places, table: self.cast(
         places, "f32", "unsigned")),

@@ -21,7 +21,8 @@ from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.registry import request
-from lowbit.passes.kernels.streaming import eight_bit as kernel
+from lowbit.passes.kernels.streaming import arithmetic, scaling
+from lowbit.passes.kernels.streaming.activations import SumsOfX
 from lowbit.passes.lowering import byte_numbers
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.targets import parse_target
@@ -141,7 +142,7 @@ def test_sums_of_fp8_are_promoted() -> None:
 
 
 def no_sums(right: Any) -> Any:
-    return lambda kernel, *_: kernel.p.constant(0.0, "f32", kernel.sum_layout)
+    return lambda sums, start, columns, layout: sums.p.constant(0.0, "f32", layout)
 
 
 def others(right: Any) -> Any:
@@ -155,10 +156,10 @@ def others(right: Any) -> Any:
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "sums lost": (kernel._EightBitKernel, "_sums_of_x", no_sums),
+    "sums lost": (SumsOfX, "load", no_sums),
     "columns exchanged": (byte_numbers, "moves", lambda right: lambda t, c, numbers: right(t, c, numbers[::-1])),
-    "power of two": (kernel, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
-    "offset": (kernel, "zero_code", lambda right: lambda t: right(t) + 1),
+    "power of two": (scaling, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
+    "offset": (arithmetic, "zero_code", lambda right: lambda t: right(t) + 1),
     "rows exchanged": (byte_numbers, "places_of", others),
 }
 

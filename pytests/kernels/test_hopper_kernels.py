@@ -123,7 +123,7 @@ def _hopper(c: dict[str, Any]) -> Case:
     flags = {name: c[name] for name in ("raw_codes", "preload_weights", "overlap_groups")}
     schedule = replace(schedule, **copies, **flags)
     if c["empty"]:
-        schedule = replace(schedule, min_blocks=(KernelPlan(spec, schedule).tiles + c["empty"]) * splits)
+        schedule = replace(schedule, min_blocks=(KernelPlan(spec, schedule).steps.tiles + c["empty"]) * splits)
     return Case(spec, as_asked(spec, schedule), "sm_90a", c["m"])
 
 
@@ -144,14 +144,14 @@ def test_hopper_has_cases() -> None:
     assert {case.schedule.warps_n for case in HOPPER_CASES if case.schedule.wgmma} == {4, 8}
     preloaded = [case for case in HOPPER_CASES if case.schedule.preload_weights]
     assert {case.schedule.wgmma for case in preloaded} == {0, 1}
-    assert any(KernelPlan(case.spec, case.schedule).rounds > 2 for case in preloaded)
+    assert any(KernelPlan(case.spec, case.schedule).steps.rounds > 2 for case in preloaded)
     assert {case.schedule.preload_weights for case in HOPPER_CASES if case.schedule.overlap_groups} == {0, 1}
     assert {case.schedule.wgmma for case in HOPPER_CASES if case.schedule.raw_codes} == {0, 1}
     refilled = [case for case in HOPPER_CASES if case.schedule.refill != "before_mma" and case.schedule.num_stages > 1]
-    assert sum(KernelPlan(case.spec, case.schedule).rounds > case.schedule.num_stages for case in refilled) > 5
+    assert sum(KernelPlan(case.spec, case.schedule).steps.rounds > case.schedule.num_stages for case in refilled) > 5
     assert sum(case.schedule.tokens == 256 for case in HOPPER_CASES) > 5
     limited = [case for case in HOPPER_CASES if 0 < case.schedule.prefetch_limit < case.schedule.num_stages - 1]
-    assert any(KernelPlan(case.spec, case.schedule).rounds > 2 for case in limited)
+    assert any(KernelPlan(case.spec, case.schedule).steps.rounds > 2 for case in limited)
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)

@@ -20,8 +20,7 @@ from lowbit.dialect.formats.integer_limbs import BITS, HALVES, PIECE, halves
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing, run_of
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
-from lowbit.passes.kernels.streaming import candidates
-from lowbit.passes.kernels.streaming import plan as decode_plan
+from lowbit.passes.kernels.streaming import arithmetic, candidates
 from lowbit.passes.kernels.streaming.legality import check_schedule
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering import integer_mma as lower_limbs
@@ -214,7 +213,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
     "limbs in another order": (lower_limbs, "_limbs", lambda numbers: DIGITS_OF(numbers)[::-1]),
     "columns in another order": (lower_limbs, "_limbs", lambda numbers: DIGITS_OF(numbers[::-1])),
     "coarser limbs": (lower_limbs, "TOP", 21),
-    "offset forgotten": (decode_plan, "zero_code", lambda format_: 0.0),
+    "offset forgotten": (arithmetic, "zero_code", lambda format_: 0.0),
 }
 SCALE, DIGITS_OF = lower_limbs._scale, lower_limbs._limbs
 I2 = MatmulSpec(40, 1024, "i2", group_size=256, zeros="float", out="f32", scale="f32")

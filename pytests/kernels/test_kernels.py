@@ -39,7 +39,7 @@ import lowbit
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.streaming.kernel import decode_matmul
+from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.pipeline import lower_program
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import agrees, matmul, random_inputs, random_problem, tolerance
@@ -145,7 +145,7 @@ def test_choices(case: Case) -> None:
 def test_blocks_begin_at_columns_of_their_own(tokens: int, turned: bool) -> None:
     """Where x is much and the weight still decides: or all blocks would read the same few lines at once."""
     spec, schedule = MatmulSpec(64, 512, "u4"), Schedule(tokens, 1, 1, 2, 64)
-    program = lower_program(lambda: decode_matmul(spec, schedule), parse_target("sm_80")).stages["lowbit"]
+    program = lower_program(lambda: family_of(schedule).build(spec, schedule), parse_target("sm_80")).stages["lowbit"]
     assert ("arith.remui" in program) == turned
 
 

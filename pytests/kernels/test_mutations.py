@@ -25,8 +25,8 @@ from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.kernels.streaming.factors import Factors
-from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.streaming.scales import Scales
+from lowbit.passes.kernels.streaming.steps import Steps
 from lowbit.passes.lowering import emit, lower_dequant
 from lowbit.passes.lowering import mma as lower_mma
 from lowbit.passes.lowering import tables as lower_table
@@ -97,7 +97,7 @@ def swapped(right: Any) -> Any:
 
 
 def constant(number: float) -> Wrap:
-    """Instead of a tile of factors, this number."""
+    """Instead of a tile of scales or zeros, this number."""
     return lambda right: lambda self, tile, *_: self.p.constant(number, "f32", tile.layout)
 
 
@@ -117,7 +117,7 @@ def exchanged(a: str, b: str) -> Wrap:
 def of_next_group(tensor: str) -> Wrap:
     """A tensor of groups is read one group on, within a step."""
     return lambda right: lambda self, name, group: right(
-        self, name, (group + (name == tensor)) % self.plan.groups
+        self, name, (group + (name == tensor)) % self.plan.steps.groups
     )
 
 
@@ -181,9 +181,9 @@ WRONG_NUMBERS = [
     Mutation("scale dropped", NF4, ScalesZeros, "as_f32", constant(0.25)),
     Mutation("power of two dropped", F6, ScalesZeros, "with_exponent", lambda right: lambda self, scale: scale),
     Mutation("zero dropped", U4, ScalesZeros, "minus_zero", constant(0.0)),
-    Mutation("offset dropped", OFFSET, Factors, "_shift", lambda right: lambda self, s, load: self.p.mul(s, 0.0)),
-    Mutation("scale and offset exchanged", OFFSET, Factors, "of_group", exchanged("scales", "offsets")),
-    Mutation("offset of the next group", OFFSET, Factors, "of_group", of_next_group("offsets")),
+    Mutation("offset dropped", OFFSET, Scales, "offset", lambda right: lambda self, s, load: self.p.mul(s, 0.0)),
+    Mutation("scale and offset exchanged", OFFSET, Scales, "of_group", exchanged("scales", "offsets")),
+    Mutation("offset of the next group", OFFSET, Scales, "of_group", of_next_group("offsets")),
     Mutation("offset of codes lost", I4_OFFSET, ScalesZeros, "with_code_offset", lambda right: lambda self, o, s: o),
     Mutation("scale of rows dropped", OFFSET, Epilogue, "per_row", constant_per_row(1.0)),
     Mutation("sum of x lost", FLOAT, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),
@@ -192,7 +192,7 @@ WRONG_NUMBERS = [
     Mutation("padding of groups read", PADDED, Program, "copy_padded", with_argument(6, lambda padded: 50)),
     Mutation("one row too many", U4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
     Mutation("one column too many", I4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
-    Mutation("one round too few", U4, KernelPlan, "rounds", lambda right: property(lambda self: right.fget(self) - 1)),
+    Mutation("one round too few", U4, Steps, "rounds", lambda right: property(lambda self: right.fget(self) - 1)),
     Mutation("no clamp", U4, Access, "_linear", lambda right: lambda self, dim: True, TWO_ROW_BLOCKS),
     Mutation("tokens beyond m", U4, lower_mma._MatrixLoads, "__init__", with_argument(4, lambda m: emit.constant(8))),
     Mutation("splits miscounted", U6, Program, "last_arrival", with_argument(3, lambda n: n + 1), TWO_SPLITS),

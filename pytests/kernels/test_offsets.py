@@ -141,8 +141,8 @@ def test_gradient() -> None:
 def test_wgmma_rounds_offsets_only_beside_scales_of_its_type(scale: Any, rounds: bool) -> None:
     """s q + o needs s in the act type; otherwise o goes by sums of x, with no rounding."""
     spec = MatmulSpec(512, 512, "u4", 128, zeros="offset", scale=scale)
-    plan = KernelPlan(spec, Schedule(64, 1, 4, 1, 128, wgmma=True))
-    assert plan.rounds_scales == plan.rounds_zeros == rounds
+    scaling = KernelPlan(spec, Schedule(64, 1, 4, 1, 128, wgmma=True)).scaling
+    assert scaling.rounds_scales == scaling.rounds_zeros == rounds
 
 
 def test_wide_range() -> None:

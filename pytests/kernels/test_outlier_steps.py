@@ -93,7 +93,7 @@ def test_formats(spec: MatmulSpec) -> None:
 
 def test_more_lines_than_lanes_have() -> None:
     """What `test_outliers_anywhere_in_lines` is about: every way that a kernel has to come to a line."""
-    plan = KernelPlan(SPEC, SCHEDULE)
+    plan = KernelPlan(SPEC, SCHEDULE).outliers
     lines = {kind: _lines(kind) for kind in ("one in each column", "one step", "everywhere")}
     assert lines["one in each column"] < 32 * plan.indexed_lines < lines["everywhere"]
     assert plan.step_lines < lines["one step"]

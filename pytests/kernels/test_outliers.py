@@ -195,7 +195,7 @@ def test_lines_beyond_those_fetched_early(schedule: Schedule, act: Any, density:
     tensors["outliers"] = outliers.draw(spec.n, spec.k, density, torch.Generator().manual_seed(1))
     kernel, plan = compile_matmul(spec, parse_target("sm_90a"), schedule), KernelPlan(spec, schedule)
     most = int(pack(spec, **tensors)["outliers"].view(-1)[:4].diff().max())
-    first = plan.loaded_lines if plan.spreads_outliers else plan.staged_lines
+    first = plan.outliers.loaded_lines if plan.outliers.are_spread else plan.outliers.staged_lines
     assert (most > first * schedule.warps_k * schedule.split_k) == (density > 0.1)
     y = run_matmul(kernel, spec, (x, tensors), racecheck=True)
     bound = reference.tolerance(spec, x, **tensors, **plan.rounding)

@@ -15,11 +15,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, registers
+from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm
 from lowbit.passes.kernels.streaming.legality import check_schedule
 from lowbit.passes.kernels.streaming.plan import KernelPlan
-from lowbit.passes.kernels.streaming.spread import _SpreadFactors
-from lowbit.passes.kernels.streaming.step_factors import StepFactors
+from lowbit.passes.kernels.streaming.scaling import Scaling
+from lowbit.passes.kernels.streaming.spread import SpreadScaling
+from lowbit.passes.kernels.streaming.step_scales import StepScales
 from lowbit.passes.lowering import mma
 from lowbit.pylib import reference
 
@@ -58,7 +59,7 @@ def test_one_token_in_bf16(name: str) -> None:
     """Offsets of codes differ between blocks of 16 columns, for codes of 2, 3 and 6 bits."""
     spec = replace(SPECS[name], act="bf16", out="f32")
     spec = replace(spec, scale="bf16") if spec.scale == "f16" and not spec.bilevel else spec
-    assert KernelPlan(spec, ONE).defers_offset
+    assert KernelPlan(spec, ONE).arithmetic.defers_offset
     assert is_right(spec, replace(ONE, row_blocks=2), 1)
 
 
@@ -85,8 +86,8 @@ def test_one_token_split(choices: dict[str, Any]) -> None:
     ],
     ids=["sums", "weights", "preloaded"],
 )
-def test_factors_of_a_step(name: str, schedule: Schedule) -> None:
-    assert KernelPlan(SPECS[name], schedule).step_factors
+def test_scales_of_a_step(name: str, schedule: Schedule) -> None:
+    assert KernelPlan(SPECS[name], schedule).arithmetic.step_scales
     assert is_right(SPECS[name], schedule, schedule.tokens - 1)
 
 
@@ -112,7 +113,7 @@ CASES = [("q4_k", s) for s in IN_PLACE] + [(name, IN_PLACE[i % 4]) for i, name i
 @pytest.mark.parametrize(("name", "schedule"), CASES, ids=lambda v: v if isinstance(v, str) else f"m{v.tokens}")
 def test_sums_that_stay_in_place(name: str, schedule: Schedule) -> None:
     """Several blocks of rows to a warp, with every way to refill the stages, splits, and rows beyond the last."""
-    assert KernelPlan(SMALL[name], schedule).sums_in_place
+    assert KernelPlan(SMALL[name], schedule).arithmetic.sums_in_place
     assert is_right(SMALL[name], schedule, schedule.tokens - 1)
 
 
@@ -122,7 +123,7 @@ def test_registers_of_sums_in_place_are_about_as_expected(name: str, tokens: int
     schedule = Schedule(tokens, row_blocks, 4, 1, 256, 2, wgmma=True)
     used = resource_usage(compile_matmul(SMALL[name], HOPPER, schedule).ptx, HOPPER)
     assert used.spill_stores == 0 and not used.serialized
-    assert abs(registers(SMALL[name], schedule) - used.registers) <= 16
+    assert abs(KernelPlan(SMALL[name], schedule).engine.registers - used.registers) <= 16
 
 
 @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q8_0", "nvfp4", "spqr"])
@@ -132,15 +133,15 @@ def test_registers_of_one_token_are_about_as_expected(name: str) -> None:
         schedule = Schedule(1, row_blocks, 1, 8, 256, 2, spread_k=True)
         used = resource_usage(compile_matmul(spec, HOPPER, schedule).ptx, HOPPER)
         assert used.spill_stores == 0
-        assert abs(registers(spec, schedule) - used.registers) <= 20
+        assert abs(KernelPlan(spec, schedule).engine.registers - used.registers) <= 20
 
 
 def test_one_block_of_rows_keeps_its_loop() -> None:
-    """Without factors of a step, few waits do with one block of rows; and many tokens leave no room for small waits."""
+    """Without scales of a step, few waits do with one block of rows; and many tokens leave no room for small waits."""
     for choices in ({"row_blocks": 1}, {"tokens": 128}):
         schedule = replace(Schedule(32, 2, 4, 1, 256, 2, wgmma=True), **choices)
         plan = KernelPlan(SMALL["u3 float zeros"], schedule)
-        assert plan.rounds_scales and not plan.sums_in_place
+        assert plan.scaling.rounds_scales and not plan.arithmetic.sums_in_place
 
 
 @pytest.mark.parametrize("group", [16, 32])
@@ -153,7 +154,7 @@ def test_odd_numbers_of_groups(group: int) -> None:
 def holds_over_all_scales(spec: MatmulSpec) -> bool:
     """Whether a matmul with the largest and least scales of e4m3 is right without a tolerance for rounding."""
     schedule = Schedule(16, 1, 4, 1, 128, 2, wgmma=True)
-    assert KernelPlan(spec, schedule).rounds_scales
+    assert KernelPlan(spec, schedule).scaling.rounds_scales
     x, tensors = reference.random_inputs(spec, 5)
     scales = torch.tensor([448.0, 2.0**-9, -448.0, 0.0, 1.875, -(2.0**-6)]).to(torch.float8_e4m3fn)
     count = tensors["scales"].numel()
@@ -171,27 +172,27 @@ def test_registers_are_limited_so_that_the_blocks_asked_for_fit() -> None:
     """With eight warps and three blocks, a thread has 80 of an H200's registers; alone it would take more."""
     spec = replace(SPQR, n=11008, k=4096, outliers=False)
     schedule = Schedule(1, 2, 1, 8, 256, 2, max_blocks_per_sm=3, spread_k=True)
-    assert blocks_per_sm(spec, schedule, HOPPER) == 3
+    assert blocks_per_sm(KernelPlan(spec, schedule), HOPPER) == 3
     assert ".minnctapersm 3" in compile_matmul(spec, HOPPER, schedule).ptx
     assert ".minnctapersm" not in compile_matmul(spec, HOPPER, replace(schedule, max_blocks_per_sm=0)).ptx
 
 
 def test_mutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are wrong with the scales of the next part, shifts in place of scales, the first rows' weights for the
+    """Numbers are wrong with the scales of the next part, offsets in place of scales, the first rows' weights for the
     others, a power of two that scales have no room for, or x in all rows."""
-    spec, load, numbers = SPECS["q4_k"], StepFactors.load, _SpreadFactors.of_part
+    spec, load, numbers = SPECS["q4_k"], StepScales.load, SpreadScaling.of_part
     with monkeypatch.context() as patch:
-        patch.setattr(_SpreadFactors, "of_part", lambda self, name, part: numbers(self, name, 1 - part))
+        patch.setattr(SpreadScaling, "of_part", lambda self, name, part: numbers(self, name, 1 - part))
         assert not is_right(spec, ONE, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(StepFactors, "load", lambda self, name, group: load(self, "shifts", group))
+        patch.setattr(StepScales, "load", lambda self, name, group: load(self, "offsets", group))
         assert not is_right(spec, Schedule(8, 1, 1, 1, 256, 2), 2)
     with monkeypatch.context() as patch:
         begin = Program.accumulate
         patch.setattr(Program, "accumulate", lambda *args, block, **others: begin(*args, block=0, **others))
         assert not is_right(SMALL["q4_k"], Schedule(16, 2, 4, 1, 256, 2, wgmma=True), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(KernelPlan, "scale_power", KernelPlan.exponent)
+        patch.setattr(Scaling, "scale_power", Scaling.exponent)
         assert not holds_over_all_scales(MatmulSpec(64, 256, "f4e2m1", 16, scale="e4m3", out="f32"))
     with monkeypatch.context() as patch:
         patch.setattr(mma._Rows, "kept", lambda self, pair, rows: pair)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
-from lowbit.passes.kernels.streaming import candidates, legality, search_space
+from lowbit.passes.kernels.streaming import candidates, search_space
+from lowbit.passes.kernels.streaming.engine_plans import has_integer_mma
 from lowbit.passes.kernels.streaming.family import StreamingFamily
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -38,10 +40,21 @@ class Decode(StreamingFamily[Schedule]):
         return search_space.all_schedules(spec, token_tile, target, self)
 
     def build(self, spec: MatmulSpec, schedule: Schedule) -> ir.Module:
-        from lowbit.passes.kernels.streaming.kernel import decode_matmul
-        from lowbit.passes.kernels.streaming.spread import decode_matmul_spread
+        from lowbit.passes.kernels.streaming.parts import (
+            Ending,
+            InPlaceWgmma,
+            Mma,
+            SpreadMma,
+            Wgmma,
+            Work,
+            activations_of,
+            streaming_kernel,
+        )
 
-        return (decode_matmul_spread if schedule.spread_k else decode_matmul)(spec, schedule)
+        plan = KernelPlan(spec, schedule)
+        wgmma = InPlaceWgmma if plan.arithmetic.sums_in_place else Wgmma
+        engine = wgmma if schedule.wgmma else SpreadMma if schedule.spread_k else Mma
+        return streaming_kernel(plan, work=Work, activations=activations_of, engine=engine, ending=Ending)
 
 
 class DecodeInteger(StreamingFamily[IntegerSchedule]):
@@ -51,7 +64,7 @@ class DecodeInteger(StreamingFamily[IntegerSchedule]):
     schedule_type = IntegerSchedule
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return (1,) if legality.has_integer_mma(spec) and not spec.compute else ()
+        return (1,) if has_integer_mma(spec) and not spec.compute else ()
 
     def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Candidates[IntegerSchedule]]:
         return candidates.integer_schedules(spec, target, self)
@@ -60,6 +73,7 @@ class DecodeInteger(StreamingFamily[IntegerSchedule]):
         return search_space.all_schedules(spec, token_tile, target, self)
 
     def build(self, spec: MatmulSpec, schedule: IntegerSchedule) -> ir.Module:
-        from lowbit.passes.kernels.streaming.integer import decode_matmul_integer
+        from lowbit.passes.kernels.streaming.parts import Ending, LimbMma, Work, activations_of, streaming_kernel
 
-        return decode_matmul_integer(spec, schedule)
+        plan = KernelPlan(spec, schedule)
+        return streaming_kernel(plan, work=Work, activations=activations_of, engine=LimbMma, ending=Ending)

@@ -14,6 +14,7 @@ from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.kernels.streaming import candidates, search_space
 from lowbit.passes.kernels.streaming.family import StreamingFamily
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ class EightBit(StreamingFamily[EightBitSchedule]):
         super().check(spec, schedule, target)
 
     def build(self, spec: MatmulSpec, schedule: EightBitSchedule) -> ir.Module:
-        from lowbit.passes.kernels.streaming.eight_bit import eight_bit_matmul
+        from lowbit.passes.kernels.streaming.parts import Bytes, Ending, Work, activations_of, streaming_kernel
 
-        return eight_bit_matmul(spec, schedule)
+        plan = KernelPlan(spec, schedule)
+        return streaming_kernel(plan, work=Work, activations=activations_of, engine=Bytes, ending=Ending)
 
 
 def _overlapping(spec: MatmulSpec, group: Candidates[EightBitSchedule]) -> list[EightBitSchedule]:

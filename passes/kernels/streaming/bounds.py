@@ -14,8 +14,10 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import DecodeCosts, EngineCosts
 from lowbit.passes.kernels.base import SURE
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.streaming.cost_model import correction, decode_clocks
-from lowbit.passes.kernels.streaming.plan import COLUMNS, IN_PLACE, KernelPlan
+from lowbit.passes.kernels.streaming.arithmetic import arithmetic_of
+from lowbit.passes.kernels.streaming.cost_model import correction
+from lowbit.passes.kernels.streaming.engine_plans import COLUMNS, overlapped
+from lowbit.passes.kernels.streaming.scaling import IN_PLACE
 from lowbit.passes.target import Target
 
 _MOST_STAGES = 3
@@ -88,16 +90,16 @@ class Bounds:
         spec, costs = self.spec, self.costs
         mma = max(8, self.token_tile) / 4 * costs.tensor / (2 if spec.compute else 1)
         read = spec.packing.bits / 2 + (0.0 if self.wgmma else mma / (4 * row_blocks))
-        clocks = _clocks(mma, read, self._decoding) * math.hypot(1.0, costs.warps / warps)
+        clocks = overlapped(mma, read, self._decoding) * math.hypot(1.0, costs.warps / warps)
         if self._may_scale_in_place:
             hidden = math.hypot(1.0, self._common.scaled_warps / warps)
-            clocks = min(clocks, _clocks(mma, read, self._common.scaled) * hidden)
+            clocks = min(clocks, overlapped(mma, read, self._common.scaled) * hidden)
         time = spec.n * spec.k / 256 / self.target.multiprocessors * clocks / self._common.clock
         return time * (costs.barrier * min(1.0, costs.per_warp) if waits and self.token_tile > 1 else 1.0)
 
     @property
     def _may_scale_in_place(self) -> bool:
-        """Whether sums of scaled weights may stay in place (`KernelPlan.sums_in_place`), with factors of a step."""
+        """Whether sums of scaled weights may stay in place (`Arithmetic.sums_in_place`), with scales of a step."""
         spec, group = self.spec, self.spec.packing.padded_group
         computed = spec.bilevel is not None or spec.scale == "e4m3"
         return self.wgmma and computed and group is not None and group <= IN_PLACE
@@ -107,9 +109,9 @@ class Bounds:
         """Clocks to decode 256 codes and to scale them or their products, at least."""
         costs, kind = self.costs, self.spec.dtype.kind
         if self.wgmma:  # then neither depends on the shape of a block
-            plan = KernelPlan(self.spec, Schedule(max(8, self.token_tile), 1, 4, 1, wgmma=True))
-            scaled = 1.0 if plan.rounds_scales else self._products_per_group
-            return decode_clocks(plan, costs) + costs.scale * 2 * scaled
+            arithmetic = arithmetic_of(self.spec, Schedule(max(8, self.token_tile), 1, 4, 1, wgmma=True))
+            scaled = 1.0 if arithmetic.scaling.rounds_scales else self._products_per_group
+            return arithmetic.decode_clocks(costs) + costs.scale * 2 * scaled
         of_code = costs.decode[self.spec.packing.bits - 1]
         least = min(1.0, costs.decode_raw) * of_code
         decode = costs.decode_table if kind == "table" else costs.decode_float * of_code if kind == "float" else least
@@ -120,8 +122,3 @@ class Bounds:
         """Columns of products that are scaled for a column of a group, or for one of the longest step."""
         group = self.spec.group_size
         return max(8, self.token_tile) / min(group, _LONGEST_STEP) if group else 0.0
-
-
-def _clocks(*pipes: float) -> float:
-    """Clocks of units that overlap in part, as `cost_model` has it."""
-    return (max(pipes) + sum(pipes)) / 2

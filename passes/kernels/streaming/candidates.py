@@ -16,13 +16,9 @@ from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, 
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.kernels.streaming.bounds import Bounds
 from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, costs_of, spills
-from lowbit.passes.kernels.streaming.legality import (
-    can_spread,
-    enough_blocks,
-    group_fits,
-    has_integer_mma,
-)
-from lowbit.passes.kernels.streaming.plan import SPREAD, KernelPlan
+from lowbit.passes.kernels.streaming.engine_plans import SPREAD, can_spread, has_integer_mma
+from lowbit.passes.kernels.streaming.legality import enough_blocks, group_fits
+from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
@@ -39,7 +35,7 @@ def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         return _PLAIN_TILES
     step = math.lcm(spec.packing.chunk, spec.x.per_panel)
     widest = KernelPlan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, num_stages=1, wgmma=True))
-    return TOKEN_TILES if widest.sums_once else TOKEN_TILES[:-1]
+    return TOKEN_TILES if widest.arithmetic.sums_once else TOKEN_TILES[:-1]
 
 
 def token_tile_limit(spec: MatmulSpec, target: Target) -> str:
@@ -60,8 +56,8 @@ def usual_refill(tokens: int, warps_n: int) -> Refill:
 def suits(spec: MatmulSpec, s: Schedule, target: Target, measured: MatmulSpec) -> bool:
     """Whether a schedule that is allowed does for `spec` what it did for the matmul it was measured with: it scales
     weights or sums as there, every warp has work, and its blocks fill the multiprocessors about as well."""
-    plan, there = KernelPlan(spec, s), KernelPlan(measured, s)
-    if plan.rounds_scales != there.rounds_scales or s.warps_k * s.split_k > plan.steps:
+    plan, scaling = known_plan(spec, s), known_plan(measured, s).scaling
+    if plan.scaling.rounds_scales != scaling.rounds_scales or s.warps_k * s.split_k > plan.steps.count:
         return False
 
     def filled(n: int) -> float:
@@ -110,7 +106,7 @@ def preloaded_schedule(
     for (warps_k, split_k), step in itertools.product(shapes, (256, 128)):
         choice = (token_tile, 1, 4, warps_k, step, 1, split_k, split_k, True)
         s = Schedule(*choice, preload_weights=True, min_blocks=processors)
-        if family.allows(spec, s, target) and not spills(spec, s, target):
+        if family.allows(spec, s, target) and not spills(known_plan(spec, s), target):
             return s
     return None
 
@@ -165,7 +161,7 @@ def _least_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: 
         return [kind(token_tile, 1, 4, 1, math.lcm(chunk, spec.x.per_panel), num_stages=1, wgmma=True)]
     least = [kind(token_tile, *shape, chunk, 2) for shape in _LEAST]
     fitting = [s for s in least if family.allows(spec, s, target)]
-    return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
+    return [s for s in fitting if s.warps_k <= known_plan(spec, s).steps.count] or fitting[-1:]
 
 
 def integer_schedules(
@@ -192,7 +188,7 @@ def _shaped(
     chunk, integers = spec.packing.chunk, family.schedule_type.integer_mma
     least = spec.x.per_panel if wgmma else PIECE if integers else SPREAD if spread_k else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
-    # The wider x is, the less room there is for long steps; those of small groups take few, as factors do per step.
+    # The wider x is, the less room there is for long steps; those of small groups take few, as scales do per step.
     steps = steps[: 3 if tokens > 128 else 1 if spread_k else 2]
     if not steps:
         return
@@ -236,17 +232,18 @@ def _of_block(
         s = family.schedule_type(
             **vars(block), step_k=step, num_stages=num_stages, cluster=cluster, refill=refill
         )
+        plan = known_plan(spec, s)
         # More stages than rounds are a tenth to a third slower than two.
-        if (block.spread_k or overlapping) and num_stages > KernelPlan(spec, s).rounds:
+        if (block.spread_k or overlapping) and num_stages > plan.steps.rounds:
             continue
-        if not spills(spec, s, target) and family.allows(spec, s, target):
-            found.append(s if block.wgmma else without_room(spec, s, target))
+        if not spills(plan, target) and family.allows(spec, s, target):
+            found.append(s if block.wgmma else without_room(plan, s, target))
     return found
 
 
-def without_room(spec: MatmulSpec, s: S, target: Target) -> S:
-    """The schedule with room on a multiprocessor for no more blocks than it needs, where kernels overlap: blocks of the
-    next one would crowd some. Where there is room for fewer, it stays as it is."""
-    needed = -(-KernelPlan(spec, s).tiles * s.split_k // target.multiprocessors)
-    fitting = blocks_per_sm(spec, s, target) if target.has_clusters else 0
+def without_room(plan: KernelPlan, s: S, target: Target) -> S:
+    """The schedule of a plan with room on a multiprocessor for no more blocks than it needs, where kernels overlap:
+    blocks of the next one would crowd some. Where there is room for fewer, it stays as it is."""
+    needed = -(-plan.steps.tiles * s.split_k // target.multiprocessors)
+    fitting = blocks_per_sm(plan, target) if target.has_clusters else 0
     return replace(s, max_blocks_per_sm=needed) if fitting >= needed else s

@@ -11,31 +11,32 @@ import math
 from lowbit.dialect.epilogue import HALF
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, column_spatial, local, replicated
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.builder import Memory, Scalar, Tile
 from lowbit.passes.kernels.epilogue import Epilogue
-from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.streaming.block import Block
 from lowbit.passes.launch import COUNTERS
 
 
 class Ending:
-    """Writes the end of program `p`, in block `tile` along n."""
+    """Writes the end of a block's program."""
 
-    def __init__(self, p: Program, plan: KernelPlan, tile: Scalar) -> None:
-        self.p, self.plan, self.spec, self.schedule, self.tile = p, plan, plan.spec, plan.schedule, tile
-        self._end = Epilogue(p, plan.spec, ragged=plan.spec.n % plan.schedule.rows != 0)
+    def __init__(self, block: Block) -> None:
+        self.p, self.work, self.plan = block.p, block.work, block.plan
+        self.spec, self.schedule = block.spec, block.schedule
+        self._end = Epilogue(block.p, block.spec, ragged=block.spec.n % block.schedule.rows != 0)
 
     def finish(self, total: Tile) -> None:
         """The sum over warps and splits that share rows, then scales of rows and of x, bias, conversion, store."""
         s = self.schedule
         if s.cluster > 1:
             rows = s.rows // s.cluster
-            rank = self.p.block_id(1)
-            self._store(self._across_cluster(total, rank), self.tile * s.rows + rank * rows)
+            rank = self.work.split()
+            self._store(self._across_cluster(total, rank), self.work.first_row() + rank * rows)
             self.p.barrier("cluster_wait")  # nobody leaves while its sums are read
         elif s.split_k > 1:
             self._across_splits(self._across_warps(total))
         else:
-            self._store(self._across_warps(total), self.tile * s.rows)
+            self._store(self._across_warps(total), self.work.first_row())
 
     def _sums_buffer(self, total: Tile) -> Memory:
         """Every warp's sums in shared memory: [warps_k, rows, tokens]."""
@@ -89,25 +90,25 @@ class Ending:
 
     def _across_splits(self, total: Tile) -> None:
         """Through device memory: the last block of a tile to arrive adds up and stores."""
-        p, s = self.p, self.schedule
-        tiles, columns = self.plan.tiles, total.shape[1]
+        p, s, work = self.p, self.schedule, self.work
+        tiles, columns = self.plan.steps.tiles, total.shape[1]
         size = s.rows * columns
         sizes, strides = (s.split_k, tiles, COUNTERS + s.rows, columns), (tiles * size, size, 1, s.rows)
         partial = p.global_view(p["workspace"], "f32", sizes, strides)  # behind the counters: rows are side by side
         counters = p.global_view(p["workspace"], "i32", (COUNTERS,))
-        p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, (p.block_id(1), self.tile, COUNTERS, 0))
-        last = p.last_arrival(counters, self.tile, s.split_k)
+        p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, (work.split(), work.tile, COUNTERS, 0))
+        last = p.last_arrival(counters, work.tile, s.split_k)
         with p.when(last):
             layout = self._sum_up_layout(s.split_k, s.rows, columns).reshape((s.split_k, 1, s.rows, columns))
-            parts = p.load(partial, (0, self.tile, COUNTERS, 0), layout)
-            self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), self.tile * s.rows)
+            parts = p.load(partial, (0, work.tile, COUNTERS, 0), layout)
+            self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), work.first_row())
 
     def _store(self, total: Tile, first_row: Scalar) -> None:
         p, spec, end = self.p, self.spec, self._end
         if spec.compute:
-            x_scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
+            x_scales = self.work.of_tokens("x_scales", "f32", (1, -1), (0, 1))
             total = p.mul(total, p.load(x_scales, (0, 0), total.layout.reduce((0,)), ("none", "clamp")))
         if spec.row_scales and not spec.outliers:  # else before the outliers were added
             total = p.mul(total, end.per_row("row_scales", "f32", total, first_row))
         numbers = end.numbers(total, first_row)
-        p.store(numbers, end.view_like_y("y"), (end.row_of_y(first_row), 0), (end.outside("skip"), "skip"))
+        self.work.store(numbers, end.view_like_y("y"), end.row_of_y(first_row), end.outside("skip"))

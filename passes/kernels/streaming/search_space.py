@@ -15,10 +15,13 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.decode.schedule import MOST_BLOCKS_PER_SM, Refill, Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma
+from lowbit.passes.kernels.streaming.arithmetic import can_use_raw_codes
 from lowbit.passes.kernels.streaming.candidates import REFILL_AFTER_MMA, usual_refill, without_room
 from lowbit.passes.kernels.streaming.cost_model import predict, spills
-from lowbit.passes.kernels.streaming.legality import can_spread, enough_blocks, shared_room
-from lowbit.passes.kernels.streaming.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
+from lowbit.passes.kernels.streaming.engine_plans import can_spread
+from lowbit.passes.kernels.streaming.legality import enough_blocks, shared_room
+from lowbit.passes.kernels.streaming.plan import known_plan
+from lowbit.passes.kernels.streaming.scaling import MOST_SCALED
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
@@ -73,7 +76,7 @@ def neighbours(spec: MatmulSpec, token_tile: int, target: Target, around: S, fam
 
     def limited(s: S) -> S:
         """Alike for schedules that make the same kernel, as a limit to what shared memory has no room for is none."""
-        room = min(shared_room(spec, s, target), MOST_BLOCKS_PER_SM)
+        room = min(shared_room(known_plan(spec, s), target), MOST_BLOCKS_PER_SM)
         return replace(s, max_blocks_per_sm=min(s.max_blocks_per_sm or room, room))
 
     fields = asdict(around)
@@ -104,7 +107,7 @@ def all_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: Ker
 
 
 def _blocks(spec: MatmulSpec, s: Schedule) -> int:
-    return KernelPlan(spec, s).tiles * s.split_k
+    return known_plan(spec, s).steps.tiles * s.split_k
 
 
 def _schedule(family: KernelFamily[S], choice: dict[str, Any], spec: MatmulSpec, target: Target) -> S | None:
@@ -133,7 +136,7 @@ def _completed(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: 
     refill = usual_refill(choice["tokens"], choice["warps_n"]) if loops else "before_mma"
     usual: dict[str, Any] = {"cluster": cluster, "refill": refill}
     s = kind(**(usual | choice))
-    most = KernelPlan(spec, s).rounds + 1
+    most = known_plan(spec, s).steps.rounds + 1
     if s.num_stages > most:  # the same kernel
         s = replace(s, num_stages=most)
     if 0 < s.prefetch_limit >= s.num_stages - 1:
@@ -145,7 +148,7 @@ def _completed(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: 
     if "max_blocks_per_sm" in choice:
         return s
     if not s.wgmma:
-        return without_room(spec, s, target)
+        return without_room(known_plan(spec, s), s, target)
     return replace(s, max_blocks_per_sm=enough_blocks(_blocks(spec, s), target))
 
 
@@ -153,9 +156,10 @@ def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
     """Whether no other schedule is plainly better, if this one is allowed."""
     if s.row_blocks > 1 and s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
         return False
-    if s.tokens > MOST_SCALED and spills(spec, s, target):
+    plan = known_plan(spec, s)
+    if s.tokens > MOST_SCALED and spills(plan, target):
         return False
-    if s.rows >= spec.n + 16 * s.row_blocks or (KernelPlan(spec, s).rounds < 2 and not s.preload_weights):
+    if s.rows >= spec.n + 16 * s.row_blocks or (plan.steps.rounds < 2 and not s.preload_weights):
         return False
     # Preloaded weights are for multiprocessors that have one block or two.
-    return not (s.preload_weights and (spills(spec, s, target) or _blocks(spec, s) > 2 * target.multiprocessors))
+    return not (s.preload_weights and (spills(plan, target) or _blocks(spec, s) > 2 * target.multiprocessors))

@@ -1,0 +1,67 @@
+"""The engine for mma.sync of weights in x's type: x comes as fragments by ldmatrix.
+
+    for group in step:
+        p   = weights x^T              from zero, or from what makes up for offsets that codes keep
+        acc = acc + scale * p          with sums of x where zeros are not subtracted from codes
+
+Sums of x are one mma with ones, for all row blocks of a warp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.streaming.block import Block
+from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
+from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments, x_fragments
+from lowbit.passes.kernels.streaming.operands import Operands
+from lowbit.passes.kernels.streaming.scales import Scales
+from lowbit.passes.kernels.streaming.sum_scaling import SumScaling
+from lowbit.passes.kernels.streaming.weight_scaling import WeightScaling
+
+
+class Mma(Engine):
+    """Multiplies by mma.sync."""
+
+    def __init__(self, block: Block, operands: Operands) -> None:
+        self.block, self.p, self.plan, self.x = block, block.p, block.plan, operands.x
+        self.codes, self.fragments = weight_fragments(block.schedule), x_fragments(block.schedule)
+        self.sums = sum_fragments(block.schedule)
+        self.row = self.sums.reduce((1,))
+        self.scales = Scales(block, operands.scales, self.sums)
+        self.weights, self.scaling = WeightScaling(self.scales, operands.table), SumScaling(self.scales)
+
+    def begin(self) -> list[Tile]:
+        return zero_sums(self.block, self.sums)
+
+    def step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
+        p, groups = self.p, self.plan.steps.groups
+        self.scales.begin_step()
+        a = self.weights.decoded(words(), self.codes)
+        b = p.load_matrix(self.x.buffer, self.block.work.tokens, self.fragments)
+        if not groups:
+            sums = [p.add(c, p.row_sums(b, self.row)) for c in carried[1:]]
+            return [p.mma(a, b, self._with_offset_sums(carried[0], b)), *sums]
+        (total,) = carried
+        width = self.block.schedule.step_k // groups
+        for group in range(groups):
+            a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
+            product = p.mma(a_group, b_group, self._begun(b_group, group * width))
+            sums = p.row_sums(b_group, self.row) if self.plan.arithmetic.zeros_in_sums else None
+            total = self.scaling.add_scaled(total, product, group, sums)
+        return [total]
+
+    def end(self, carried: list[Tile]) -> Tile:
+        return self.scaling.whole(*carried)
+
+    def _begun(self, x: Tile, start: int) -> Tile:
+        """Returns the accumulator of a product with columns `start` .. of a step."""
+        if not self.plan.arithmetic.defers_offset:
+            return self.p.constant(0.0, "f32", self.sums)
+        spec = self.block.spec
+        return self.p.offset_sums(x, spec.dtype, start % spec.packing.chunk, self.sums)
+
+    def _with_offset_sums(self, total: Tile, x: Tile) -> Tile:
+        """Returns sums of earlier steps as the accumulator of a product with x."""
+        return self.p.add(total, self._begun(x, 0)) if self.plan.arithmetic.defers_offset else total
