@@ -192,7 +192,7 @@ WRONG_NUMBERS = [
     Mutation("padding of groups read", PADDED, Program, "copy_padded", with_argument(6, lambda padded: 50)),
     Mutation("one row too many", U4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
     Mutation("one column too many", I4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
-    Mutation("one round too few", U4, Steps, "rounds", lambda right: property(lambda self: right.fget(self) - 1)),
+    Mutation("one round too few", U4, Steps, "rounds", lambda right: property(lambda self: right.func(self) - 1)),
     Mutation("no clamp", U4, Access, "_linear", lambda right: lambda self, dim: True, TWO_ROW_BLOCKS),
     Mutation("tokens beyond m", U4, lower_mma._MatrixLoads, "__init__", with_argument(4, lambda m: emit.constant(8))),
     Mutation("splits miscounted", U6, Program, "last_arrival", with_argument(3, lambda n: n + 1), TWO_SPLITS),

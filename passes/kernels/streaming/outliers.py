@@ -32,7 +32,7 @@ class Outliers:
         """Allocates what has its place beside the buffer of codes, if there is one."""
 
     def prepare(self) -> None:
-        """Writes to shared memory what every step reads."""
+        """Makes ready what every step reads, before the first copy."""
 
     def load(self) -> None:
         """Starts to load lines to registers, in front of the wait for the kernel before."""
@@ -71,10 +71,10 @@ class _Lines(Outliers):
         self.plan, self.spec, self.schedule = block.plan.outliers, block.spec, block.schedule
         self.warps = spatial(self.schedule.warps_k, self.schedule.warps_n, 1, 1)
 
-    def _share(self) -> OutlierShare:
-        """Returns the lines of this block's rows, of which it has a part if k is split."""
+    def prepare(self) -> None:
+        """Finds the lines of this block's rows, of which it has a part if k is split."""
         table = self.p.global_view(self.p["outliers"], "i32", (self.spec.packing.row_blocks + 1,))
-        return OutlierShare(table, self.work.first_block, self.work.split(), self.schedule.split_k)
+        self.share = OutlierShare(table, self.work.first_block, self.work.split(), self.schedule.split_k)
 
     def _x(self) -> Memory:
         """Returns the activations in device memory."""
@@ -88,7 +88,6 @@ class _AfterLoop(_Lines):
         super().__init__(block)
         lanes = spatial(1, 1, 4, 8).local(1, 1, 1, 4)
         self.layout = self.warps.local(1, self.schedule.row_blocks, self.plan.staged_lines // 4, 1) * lanes
-        self.share = self._share()
         self.lines = self.p.alloc_shared("i32", self.layout.shape)  # the first buffer: all others are freed before it
 
     def copy(self) -> None:
@@ -107,7 +106,6 @@ class _OneToken(_Lines):
     """The sums of lanes are spread over the eight columns of a product, of which one token needs one."""
 
     def alloc_beside(self, codes: Memory | None) -> None:
-        self.share = self._share()
         self.layout = self.warps.local(1, self.schedule.row_blocks, self.plan.loaded_lines, 1).spatial(1, 1, 1, LINE)
         in_stage = codes if self.plan.sums_in_stage else None
         self.scratch = in_stage or self.block.alloc(*self.plan.scratch)
@@ -136,11 +134,11 @@ class _ByStep(_Lines):
     def __init__(self, block: Block) -> None:
         super().__init__(block)
         s, act, blocks = self.schedule, self.spec.act, self.schedule.tokens // 8
-        self.share = self._share()
         self.lines = block.alloc("i32", (s.warps_k, block.plan.steps.row_blocks, self.plan.step_lines, LINE))
         self.turned = block.alloc(act, (s.warps_k, blocks, s.step_k + SPARE, 8))
 
     def prepare(self) -> None:
+        super().prepare()
         p, s, blocks = self.p, self.schedule, self.schedule.tokens // 8
         zeros = spatial(s.warps_k, 1, 1, 1).replicated(s.warps_n).local(1, blocks, 1, 1).spatial(1, 1, SPARE, 4)
         p.store(p.constant(0.0, self.spec.act, zeros.local(1, 1, 1, 2)), self.turned, (0, 0, s.step_k, 0))

@@ -8,6 +8,7 @@ to scale weights before they are multiplied (`Scaling.rounds_scales`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lowbit.dialect.formats.byte_codes import byte_exponent
 from lowbit.dialect.formats.recipes import compute_element, exponent
@@ -36,7 +37,7 @@ class Scaling:
         wanted = zeros == "float" or (zeros == "offset" and self._scales_like_x)
         return self.schedule.wgmma and wanted and self.steps.groups > 0 and self._decodes_values
 
-    @property
+    @cached_property
     def rounds_scales(self) -> bool:
         """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`. Scales
         must be numbers of x's type. It is done

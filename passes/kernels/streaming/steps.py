@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
@@ -21,7 +22,7 @@ class Steps:
         """Steps of step_k columns in the packed weight."""
         return -(-self.spec.packing.padded_k // self.schedule.step_k)
 
-    @property
+    @cached_property
     def rounds(self) -> int:
         """Rounds of one block."""
         return -(-self.count // (self.schedule.warps_k * self.schedule.split_k))
