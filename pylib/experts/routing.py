@@ -1,0 +1,107 @@
+"""Where the tokens of a mixture of experts go: `route`, and the sum of what their experts make of them: `combine`.
+
+A token has a *slot* for each of its experts. Slots are sorted by expert, so that a kernel reads the weight of an expert
+for all of its slots together; a *token tile* is up to T slots of one expert, which a block multiplies at once. Slots of
+ids that are no expert stand behind all others, in no tile.
+
+Both are operations of torch alone, whose shapes depend on nothing but those of their arguments. So no host waits for
+the device, and a CUDA graph that was captured for one routing is right for any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import SpecError
+
+_LARGEST = torch.iinfo(torch.int16).max
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The slots of tokens that are sorted by expert. Made by `route`.
+
+    rows       i32 [slots]: the row of x that a slot reads
+    tiles      i32 [slots + 1, 3]: in row 0 how many token tiles there are, 0 and 0; then for each its expert, its first
+               slot, and the slot before which it ends; zeros in rows without a tile
+    slots      i64 [tokens, k]: the slot of each place of a token
+    elsewhere  bool [tokens, k]: places whose id is no expert
+    """
+
+    rows: Tensor
+    tiles: Tensor
+    slots: Tensor
+    elsewhere: Tensor
+
+
+def route(top_k_index: Tensor, experts: int, tile: int) -> Routing:
+    """Sorts the slots of tokens by expert, in the order of tokens, and cuts them into token tiles.
+
+    top_k_index  int32 or int64 [tokens, k]: experts of a token, in which one may be more than once. An id below 0, or
+                 of `experts` and more, is no expert: it stands for one elsewhere
+    tile         the most slots of a token tile
+
+    Raises SpecError for an index of another type or shape, and for numbers of experts or slots that are not positive.
+    """
+    _check(top_k_index, experts, tile)
+    tokens, k = top_k_index.shape
+    ids = top_k_index.reshape(-1).clamp(-1, experts).remainder(experts + 1)  # -1 becomes `experts`, the last
+    by_expert, order = ids.to(torch.int16 if experts < _LARGEST else torch.int32).sort(stable=True)
+    slot = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    slots = torch.empty_like(order).scatter_(0, order, slot.to(order.dtype))
+    rows = order.div(max(k, 1), rounding_mode="floor").to(torch.int32)
+    tiles = _tiles(by_expert, slot, experts, tile)
+    return Routing(rows, tiles, slots.view(tokens, k), (ids == experts).view(tokens, k))
+
+
+def _tiles(by_expert: Tensor, slot: Tensor, experts: int, tile: int) -> Tensor:
+    """Returns the table of token tiles, of experts of slots in order, and numbers of slots."""
+    first = torch.searchsorted(by_expert, by_expert, out_int32=True)  # the first slot of the same expert
+    beyond = torch.searchsorted(by_expert, by_expert, out_int32=True, right=True)
+    begins = ((slot - first) % tile == 0) & (by_expert < experts)  # whether a token tile begins with the slot
+    row = begins.cumsum(0)
+    spare = len(slot) + 1  # a row behind the table, for slots with which none begins
+    table = torch.zeros(len(slot) + 2, 3, dtype=torch.int32, device=slot.device)
+    each = torch.stack([by_expert.to(torch.int32), slot, torch.minimum(slot + tile, beyond)], 1)
+    table.index_copy_(0, torch.where(begins, row, spare), each)
+    if len(slot):
+        table[0, 0] = row[-1]
+    return table[: len(slot) + 1]
+
+
+def combine(o: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
+    """Returns the sum of each token's experts, by their weights: [tokens, hidden] in the type of o.
+
+    o              [slots, hidden]: what the expert of each slot has made. Slots of places elsewhere may hold anything
+    top_k_weights  [tokens, k], of any float type
+
+    Products and sums are in f32, in the order of places, and rounded at the end. So a result depends on no other token.
+    A weight of 0 multiplies as any other: 0 times an infinity is NaN. A place elsewhere adds 0, whatever its weight.
+
+    Raises SpecError for weights of another shape.
+    """
+    if top_k_weights.shape != routing.slots.shape:
+        given, wanted = list(top_k_weights.shape), list(routing.slots.shape)
+        raise SpecError(f"top_k_weights must be {wanted}, one for each id of top_k_index, not {given}")
+    tokens, k = routing.slots.shape
+    terms = o.index_select(0, routing.slots.view(-1)).view(tokens, k, o.shape[-1])
+    terms = terms.masked_fill(routing.elsewhere.unsqueeze(-1), 0)
+    weights = top_k_weights.masked_fill(routing.elsewhere, 0).to(torch.float32).unsqueeze(-1)
+    total = torch.zeros(tokens, o.shape[-1], dtype=torch.float32, device=o.device)
+    for place in range(k):
+        total = torch.addcmul(total, terms[:, place], weights[:, place])
+    return total.to(o.dtype)
+
+
+def _check(top_k_index: Tensor, experts: int, tile: int) -> None:
+    if not isinstance(top_k_index, Tensor) or top_k_index.dtype not in (torch.int32, torch.int64):
+        given = top_k_index.dtype if isinstance(top_k_index, Tensor) else type(top_k_index).__name__
+        raise SpecError(f"top_k_index is {given}; it must be torch.int64 or torch.int32, as torch.topk returns it")
+    if top_k_index.ndim != 2:
+        raise SpecError(f"top_k_index must be [tokens, k], not {list(top_k_index.shape)}")
+    for name, value in (("experts", experts), ("tile", tile)):
+        if value < 1:
+            raise SpecError(f"{name}={value} must be at least 1")
