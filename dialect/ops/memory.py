@@ -19,6 +19,7 @@ from lowbit.dialect.types import (
     read_format,
     read_ints,
     read_layout,
+    read_strings,
 )
 
 
@@ -116,6 +117,38 @@ class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
         _check_copy(op, source, target)
         check_access(op, source, target.shape, BOUNDARIES, limited=bool(limit))
         expect(len(limit) in (0, len(source.shape) + 1), "limit", "a factor per dim and the end", list(limit))
+
+
+class CopyRowsOp(Lowbit.Operation, name="copy_rows"):
+    """Starts to copy rows of a source that a list names: `copy_async`, but along dim `dim`, offset + index is a place in
+    `rows`, which says what row of the source is copied. Beyond the end of `rows`, zeros are.
+
+    `rows` is a view of i32 of rank 1 whose memory has one element at least; all that it names must be rows of the
+    source.
+    """
+
+    source: ext.Operand[GlobalType]
+    rows: ext.Operand[GlobalType]
+    target: ext.Operand[SharedType]
+    offsets: Sequence[ext.Operand[I32]]
+    dim: ir.IntegerAttr
+    layout: ir.StringAttr
+    boundary: ir.ArrayAttr
+    limit: ir.ArrayAttr = ext.attribute(default_factory=lambda: ir.ArrayAttr.get([]))
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source, target, rows = Global.of(op.source.type), Shared.of(op.target.type), Global.of(op.rows.type)
+        limit, dim = read_ints(op.limit), in_range(op.dim, "dim", 0, len(source.shape) - 1)
+        _check_copy(op, source, target)
+        same_element("i32", rows.element, "element of the rows")
+        expect(len(rows.shape) == 1, "rows", "rank 1", list(rows.shape))
+        check_access(op, source, target.shape, BOUNDARIES, limited=bool(limit))
+        word = read_strings(op.boundary)[dim]
+        expect(word == "zero", f"boundary of dim {dim}, whose rows a list names", "zero", word)
+        expect(source.divisors[dim] == 1, f"divisor of dim {dim}, whose rows a list names", 1, source.divisors[dim])
+        expect(len(limit) in (0, len(source.shape) + 1), "limit", "a factor per dim and the end", list(limit))
+        expect(not limit or limit[dim] == 0, f"limit of dim {dim}, whose rows a list names", 0, limit and limit[dim])
 
 
 class PrefetchOp(Lowbit.Operation, name="prefetch"):

@@ -24,7 +24,7 @@ from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.fragments import MMA_B_NK, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.ops.common import I32, check_access, memory_of
 from lowbit.dialect.optional import Choice, Optional
-from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType, element_bits
+from lowbit.dialect.types import UNIT, Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, element_bits
 
 WARP = 32  # threads
 
@@ -68,6 +68,22 @@ class GatherOp(Lowbit.Operation, name="gather"):
             expect(source.swizzle == 0, "swizzle", "none", source.swizzle)
         else:
             expect(set(source.divisors) == {1}, "divisors", "all 1", list(source.divisors))
+
+
+class ReadIndexOp(Lowbit.Operation, name="read_index"):
+    """source[offsets] as a scalar that all threads have: an i32 of device memory that nobody writes meanwhile, such as
+    the end of an expert's rows."""
+
+    source: ext.Operand[GlobalType]
+    offsets: Sequence[ext.Operand[I32]]
+    result: ext.Result[I32] = ext.infer_result()
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source = Global.of(op.source.type)
+        same_element("i32", source.element, "element of the source")
+        expect(len(op.offsets) == len(source.shape), "offsets", f"one per dim ({len(source.shape)})", len(op.offsets))
+        expect(set(source.divisors) == {1}, "divisors", "all 1", list(source.divisors))
 
 
 class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):

@@ -91,6 +91,33 @@ class MemoryAccess(Operations):
             limit=ints(tuple(limit)),
         )
 
+    def copy_rows(
+        self,
+        source: Memory,
+        rows: Memory,
+        target: Memory,
+        offsets: Sequence[Index],
+        dim: int,
+        layout: Layout,
+        boundary: Sequence[str],
+        limit: Sequence[int] = (),
+    ) -> None:
+        """Starts to copy rows that a list names, as `copy_async` copies those side by side.
+
+        rows: i32 [count] in device memory; along dim `dim`, offset + index is a place in it, and zeros are copied where
+        there is none (`boundary` "zero"). All rows named must be there.
+        """
+        ops.CopyRowsOp(
+            source.value,
+            rows.value,
+            target.value,
+            indices(offsets),
+            i64(dim),
+            text(str(layout)),
+            boundary_of(boundary, layout),
+            limit=ints(tuple(limit)),
+        )
+
     def copy_padded(
         self,
         source: Memory,

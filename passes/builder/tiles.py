@@ -35,6 +35,10 @@ class Tiles(Operations):
         result = Reg(source.type.element, index.layout).type
         return Tile(ops.GatherOp(source.value, index.value, indices(offsets), result).result)
 
+    def read_index(self, source: Memory, offsets: Sequence[Index]) -> Scalar:
+        """Returns source[offsets], an i32 of device memory that the kernel does not write, as a scalar."""
+        return Scalar(ops.ReadIndexOp(source.value, indices(offsets)).result)
+
     def load_matrix(self, source: Memory, rows: Index, layout: Layout) -> Tile:
         """Returns operand b of `mma` [.., n, k], of a buffer of 16-bit or 8-bit elements, by ldmatrix.
 

@@ -8,13 +8,13 @@ instruction's immediate; a dim that is clamped or divided costs arithmetic for e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from lowbit.dialect.bindings import arith, ir
+from lowbit.dialect.bindings import arith, ir, llvm
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.ops.common import constant_of
 from lowbit.dialect.types import SWIZZLE_128, Global, Shared, element_bits
@@ -280,3 +280,30 @@ class Access:
         if self._boundary[dim] in ("zero", "skip") and (size is None or size % length):
             return False
         return not self._limit or (self._limit[dim] == 1 and self._limit[-1] % length == 0)
+
+
+class NamedRows(Access):
+    """An access whose coordinate along one dim is a place in a list of rows, which is what counts as the end there."""
+
+    def __init__(self, *access: Any, rows: Place, dim: int) -> None:
+        super().__init__(*access)
+        self._rows, self._named = rows, dim
+        sizes = tuple(rows.sizes[0] if d == dim else size for d, size in enumerate(self.place.sizes))
+        self.place = replace(self.place, sizes=sizes)
+
+    def _linear(self, dim: int) -> bool:
+        return dim != self._named and super()._linear(dim)
+
+    def _bent(self, dim: int, slot: int) -> Any:
+        if dim != self._named:
+            return super()._bent(dim, slot)
+        return self._once(("row", int(self._coords[slot, dim])), lambda: self._row(slot))
+
+    def _row(self, slot: int) -> Any:
+        """The bytes from the first row to the named one; beyond the end of the list, to its last."""
+        last = arith.subi(self._rows.sizes[0], emit.constant(1))
+        place = arith.maxsi(arith.minsi(self.coordinate(self._named, slot), last), emit.constant(0))
+        stride = emit.constant(self._rows.type.strides[0] * 4, 64)
+        entry = emit.offset_bytes(self._rows.base, dynamic=arith.muli(arith.extui(emit.integer(64), place), stride))
+        row = llvm.load(emit.integer(32), entry, alignment=4)
+        return self._scaled(row, self.place.type.strides[self._named])

@@ -11,7 +11,7 @@ from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import read_ints, read_layout, read_strings
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.addressing import Access, Place
+from lowbit.passes.lowering.addressing import Access, NamedRows, Place
 from lowbit.passes.lowering.context import LoweringContext, either, int_attr, when
 from lowbit.passes.lowering.registry import lowers
 
@@ -34,10 +34,30 @@ def _whole(place: Place, layout: Layout, c: LoweringContext) -> Access:
 
 @lowers(ops.CopyAsyncOp)
 def copy_async(op: Any, c: LoweringContext) -> None:
-    layout = read_layout(op.layout)
-    boundary, limit = read_strings(op.boundary), read_ints(op.limit)
-    source = Access(c.threads, c.places[op.source], layout, c.offsets(op), boundary, limit)
-    target = _whole(c.places[op.target], layout, c)
+    layout, limit = read_layout(op.layout), read_ints(op.limit)
+    source = Access(c.threads, c.places[op.source], layout, c.offsets(op), read_strings(op.boundary), limit)
+    _copy(source, _whole(c.places[op.target], layout, c))
+
+
+@lowers(ops.CopyRowsOp)
+def copy_rows(op: Any, c: LoweringContext) -> None:
+    layout, limit = read_layout(op.layout), read_ints(op.limit)
+    source = NamedRows(
+        c.threads,
+        c.places[op.source],
+        layout,
+        c.offsets(op),
+        read_strings(op.boundary),
+        limit,
+        rows=c.places[op.rows],
+        dim=int_attr(op, "dim"),
+    )
+    _copy(source, _whole(c.places[op.target], layout, c))
+
+
+def _copy(source: Access, target: Access) -> None:
+    """Copies the elements of a tile that a thread has, as many at a time as lie side by side."""
+    layout = source.layout
     length = min(a.vector_length(max(1, 16 // source.bytes)) for a in (source, target))
     size = length * source.bytes
     if size not in (4, 8, 16):

@@ -122,6 +122,16 @@ def gather(op: Any, c: LoweringContext) -> None:
     c.tiles[op.result] = fragment
 
 
+@lowers(ops.ReadIndexOp)
+def read_index(op: Any, c: LoweringContext) -> None:
+    """All threads load the same address."""
+    place = c.places[op.source]
+    address = place.base
+    for offset, stride in zip(c.offsets(op), place.type.strides):
+        address = emit.offset_bytes(address, dynamic=_in_bytes(offset, stride, place))
+    c.scalars[op.result] = llvm.load(emit.integer(32), address, alignment=4)
+
+
 def _in_bytes(index: Any, stride: int, place: Place) -> Any:
     """Returns index * stride in bytes, in the width of an address of a place."""
     wide = isinstance(place.type, Global)

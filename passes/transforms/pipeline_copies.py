@@ -43,7 +43,7 @@ from lowbit.passes.lowering.context import when
 from lowbit.passes.transforms.stage_signals import Signals
 
 _APART = "lowbit.copy_lines"
-_COPIES = ("lowbit.copy_async", "lowbit.copy_padded", _APART)
+_COPIES = ("lowbit.copy_async", "lowbit.copy_rows", "lowbit.copy_padded", _APART)
 _ONCE = ("lowbit.fill_table", "lowbit.copy_outliers")
 _BEFORE_WAIT, _BEHIND_COPIES = ("lowbit.load_outliers", "lowbit.index_outliers"), ("lowbit.sparse_vector",)
 

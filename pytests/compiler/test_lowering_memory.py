@@ -229,3 +229,26 @@ def test_a_missing_barrier_is_noticed() -> None:
 
     with pytest.raises(EmulatorError):
         run(body, threads=64, y=y)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 8, 11])
+def test_rows_that_a_list_names(count: int) -> None:
+    """From place 2 of the list on; zeros where it has ended, which an index in device memory says."""
+    x, y = numbers(20, 64) + np.float16(20), np.full((8, 64), 99, np.float16)  # no zeros
+    rows, ends = np.random.default_rng(0).integers(0, 20, 11).astype(np.int32), np.array([7, count], np.int32)
+
+    def body(p: Program) -> None:
+        end = p.read_index(p.global_view(p["ends"], "i32", (2,)), (1,))
+        listed = p.global_view(p["rows"], "i32", (-1,), sizes=[end])
+        source, buffer = p.global_view(p["x"], "f16", x.shape), p.alloc_shared("f16", (8, 64))
+        layout = spatial(4, 8).local(2, 1).local(1, 8)
+        p.copy_rows(source, listed, buffer, (2, 0), 0, layout, ("zero", "none"))
+        p.commit()
+        p.wait()
+        p.barrier()
+        p.store(p.load(buffer, (0, 0), layout), p.global_view(p["y"], "f16", y.shape), (0, 0))
+
+    run(body, x=x, rows=rows, ends=ends, y=y)
+    expected = np.zeros_like(y)
+    expected[: max(0, count - 2)] = x[rows[2:count]][:8]
+    np.testing.assert_array_equal(y, expected)
