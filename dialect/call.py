@@ -26,6 +26,7 @@ class Call:
     compute       type in which codes and x are multiplied, "f8e4m3" or "i8"; None: act
     fold_scales   whether kernels for many tokens may round scaled weights to f8e4m3
     compute_from  rows of x from which on they are multiplied in `compute`
+    experts       between how many experts the rows of the weight are shared out
 
     Raises SpecError that names the field, what was given, what is allowed, and a fix.
     """
@@ -35,6 +36,7 @@ class Call:
     compute: Compute | None = None
     fold_scales: bool = False
     compute_from: int = 1
+    experts: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "act", choice("act", short_name(self.act), ("f16", "bf16")))
@@ -43,6 +45,7 @@ class Call:
         if self.compute is not None:
             object.__setattr__(self, "compute", _compute(self.compute))
         object.__setattr__(self, "compute_from", integer("compute_from", self.compute_from, 1))
+        object.__setattr__(self, "experts", integer("experts", self.experts, 1))
         if boolean("fold_scales", self.fold_scales) and self.compute != "f8e4m3":
             raise SpecError(self._misfit_of_folding())
         if self.compute_from > 1 and not self.compute:
@@ -57,7 +60,8 @@ class Call:
         compute = f" in {self.compute}" if self.compute else ""
         compute += ", folded" if self.fold_scales else ""
         compute += f", from {self.compute_from} rows on" if self.compute_from > 1 else ""
-        return f"{self.act}{compute} -> {self.out_dtype}"
+        experts = f", {self.experts} experts" if self.experts > 1 else ""
+        return f"{self.act}{compute} -> {self.out_dtype}{experts}"
 
     @cached_property
     def x(self) -> Element:

@@ -70,6 +70,8 @@ class MatmulSpec:
     epilogue    what becomes of sums before they are y (`dialect.epilogue`): "silu_mul" and "gelu_mul" multiply the
                 activated first half of the rows by the second, so y is [m, n / 2]; "residual" adds an argument of the
                 call; None: nothing
+    experts     how many experts of n / experts rows each the weight has, one after the other. Rows of x come sorted by
+                expert then, and y has n / experts columns (`lowbit.expert_matmul` in the IR); 1: all rows meet every x
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -94,6 +96,7 @@ class MatmulSpec:
     fold_scales: bool = False
     compute_from: int = 1
     epilogue: Epilogue | None = None
+    experts: int = 1
 
     def __post_init__(self) -> None:
         shape = self._part(Shape)
@@ -122,6 +125,18 @@ class MatmulSpec:
             choice("epilogue", self.epilogue, EPILOGUES)
         if self.is_gated:
             self._check_gated()
+        if self.experts > 1:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raises SpecError unless rows can be shared out between experts, each with row blocks of its own."""
+        unit = ROWS * self.experts
+        if self.n % unit:
+            rule = f"experts={self.experts} needs n={self.n}, the rows of all, to be a multiple of {unit}"
+            raise SpecError(f"{rule}: {ROWS} for each; pad every expert's rows")
+        for name in ("compute", "permuted", "epilogue"):
+            if given := getattr(self, name):
+                raise SpecError(f"experts={self.experts} has no {name}={given!r}; drop it, or use a matmul per expert")
 
     def _check_gated(self) -> None:
         """Raises SpecError unless the halves of a gated MLP can share row blocks."""
@@ -237,12 +252,14 @@ class MatmulSpec:
 
     @property
     def outputs(self) -> int:
-        """Columns of y: n, or half of it where the epilogue multiplies two halves."""
-        return self.n // 2 if self.is_gated else self.n
+        """Columns of y: n, or half of it where the epilogue multiplies two halves; of several experts, those of one."""
+        return self.n // self.experts // (2 if self.is_gated else 1)
 
     @property
     def call_inputs(self) -> tuple[str, ...]:
         """The arguments of a call besides x and the weight, which kernels take behind the weight's tensors."""
+        if self.experts > 1:
+            return ("rows", "tiles")
         return (RESIDUAL,) if self.epilogue == RESIDUAL else ()
 
     @cached_property

@@ -52,6 +52,21 @@ def matmul_module(spec: MatmulSpec) -> ir.Module:
     return _function("matmul", [x, packed_type(spec), *_added_types(spec)], [y], matmul)
 
 
+def expert_matmul_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @expert_matmul(x, w, rows, tiles[, bias]) -> y, of one lowbit.expert_matmul."""
+    x, y = _tensor([_ANY, spec.k], spec.act), _tensor([_ANY, spec.outputs], spec.out_dtype)
+    rows, tiles = _tensor([_ANY], "i32"), _tensor([_ANY, ops.TILE_COLUMNS], "i32")
+    bias = [_tensor([spec.n], spec.out_dtype)] * spec.bias
+
+    def matmul(arguments: list[Any]) -> Any:
+        experts = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), spec.experts)
+        op = ops.ExpertMatmulOp(*arguments[:4], y, arguments[4:], experts)
+        op.outliers = spec.outliers
+        return op
+
+    return _function("expert_matmul", [x, packed_type(spec), rows, tiles, *bias], [y], matmul)
+
+
 def dequantize_module(spec: MatmulSpec) -> ir.Module:
     """A module with @dequantize(w) -> W, of one lowbit.dequantize."""
     y = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse(spec.act))
@@ -128,6 +143,7 @@ def _function(name: str, inputs: list[Any], results: list[Any], make: Callable[[
 
 MODULES: dict[Operation, Callable[[MatmulSpec], ir.Module]] = {
     "matmul": matmul_module,
+    "expert_matmul": expert_matmul_module,
     "dequantize": dequantize_module,
     "prepack": prepack_module,
     "permute": permute_module,
@@ -148,18 +164,20 @@ def spec_of(op: Any) -> MatmulSpec:
         k, act = x.shape[1], cast(Act, str(x.element_type))
         return permute_spec(k, act) if isinstance(op, ops.PermuteOp) else quantize_spec(k, act, _compute_of(op.values))
     w = packed_of(op)
-    added = isinstance(op, ops.MatmulOp | ops.QuantizedMatmulOp)
-    outliers = isinstance(op, ops.MatmulOp | ops.DequantizeOp) and op.outliers
+    added = isinstance(op, ops.MatmulOp | ops.QuantizedMatmulOp | ops.ExpertMatmulOp)
+    outliers = isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp | ops.DequantizeOp) and op.outliers
     format = replace(w.format, bias=added and len(op.bias) > 0, outliers=outliers)
-    epilogue = cast(Epilogue, op.epilogue) if added and op.epilogue != "none" else None
+    has_epilogue = isinstance(op, ops.MatmulOp | ops.QuantizedMatmulOp) and op.epilogue != "none"
+    epilogue = cast(Epilogue, op.epilogue) if has_epilogue else None
     return MatmulSpec.of(w.shape, format, _call_of(op), epilogue)
 
 
 def _call_of(op: Any) -> Call:
     """The types of an operation's tensors; those of one that has neither x nor y are as good as any."""
-    if isinstance(op, ops.MatmulOp):
+    if isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp):
         act, out = _element(op.x), _element(op.y)
-        return Call(cast(Act, act), None if out == act else cast(Out, out))
+        experts = int(op.experts.value) if isinstance(op, ops.ExpertMatmulOp) else 1
+        return Call(cast(Act, act), None if out == act else cast(Out, out), experts=experts)
     if isinstance(op, ops.QuantizedMatmulOp):
         out = None if _element(op.y) == "f16" else cast(Out, _element(op.y))
         return Call(out=out, compute=_compute_of(op.values), fold_scales=op.fold_scales)

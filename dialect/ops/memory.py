@@ -120,8 +120,8 @@ class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
 
 
 class CopyRowsOp(Lowbit.Operation, name="copy_rows"):
-    """Starts to copy rows of a source that a list names: `copy_async`, but along dim `dim`, offset + index is a place in
-    `rows`, which says what row of the source is copied. Beyond the end of `rows`, zeros are.
+    """Starts to copy rows of a source that a list names: `copy_async`, but along dim `dim`, offset + index is a place
+    in `rows`, which says what row of the source is copied. Beyond the end of `rows`, zeros are.
 
     `rows` is a view of i32 of rank 1 whose memory has one element at least; all that it names must be rows of the
     source.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, same_element, tensor, verifier
+from lowbit.dialect.checks import expect, in_range, same_element, tensor, verifier
 from lowbit.dialect.elements import ACTS
 from lowbit.dialect.epilogue import ACTIVATIONS, EPILOGUES, RESIDUAL
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
@@ -17,6 +17,7 @@ from lowbit.dialect.types import Lowbit, PackedType, ints
 
 _PACKING = "the memory order of the weight: chunk, units, padding, shapes"
 _EPILOGUES = ("none", *EPILOGUES)
+TILE_COLUMNS = 3  # of the table of tiles of experts: expert, first slot, end
 _SCHEDULE = "a dictionary of a schedule's fields"
 
 
@@ -70,6 +71,42 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
         _check_packing(op, w)
         tensor(op.x, "x", (None, w.shape.k), ACTS)
         _check_output(op, w)
+
+
+class ExpertMatmulOp(Lowbit.Operation, name="expert_matmul"):
+    """y[s, n] = sum_k x[rows[s], k] W[e(s), n, k] (+ bias[e(s), n]): x is tensor<?xk>, w a packed weight of `experts`
+    experts, whose rows follow one another, and y tensor<?x n / experts>.
+
+    Slots s are sorted by expert. `rows`, tensor<?xi32>, has the row of x of each. `tiles`, tensor<?x3xi32>, says which
+    slots are of which expert, some at a time: how many such tiles there are, in its first row, and in each other row an
+    expert, the tile's first slot, and the slot before which it ends. A tile has no more slots than the schedule's. Rows
+    of y of slots in no tile are not written.
+    """
+
+    x: ext.Operand[Any]
+    w: ext.Operand[PackedType]
+    rows: ext.Operand[Any]
+    tiles: ext.Operand[Any]
+    y: ext.Result[Any]
+    bias: Sequence[ext.Operand[Any]]
+    experts: ir.IntegerAttr
+    outliers = Flag()
+    packing = Optional(ir.DictAttr, _PACKING)
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        w = Packed.of(op.w.type)
+        _check_packing(op, w)
+        tensor(op.x, "x", (None, w.shape.k), ACTS)
+        tensor(op.rows, "rows", (None,), ("i32",))
+        tensor(op.tiles, "tiles", (None, TILE_COLUMNS), ("i32",))
+        experts = in_range(op.experts, "experts", 2, w.shape.n)
+        expect(w.shape.n % (ROWS * experts) == 0, "rows of all experts", f"a multiple of {ROWS * experts}", w.shape.n)
+        out = tensor(op.y, "y", (None, w.shape.n // experts), tuple(REALS))
+        expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
+        for bias in op.bias:
+            tensor(bias, "bias", (w.shape.n,), (out,))
 
 
 class QuantizeOp(Lowbit.Operation, name="quantize"):

@@ -108,3 +108,30 @@ func.func @permuted(%x: tensor<?x256xf16>, %permutation: tensor<256xi32>) -> ten
   %y = "lowbit.permute"(%x, %permutation) : (tensor<?x256xf16>, tensor<256xi32>) -> tensor<?x256xbf16>
   return %y : tensor<?x256xbf16>
 }
+
+// -----
+
+!weight = !lowbit.packed<[96, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @experts_of_half_a_block(%x: tensor<?x256xf16>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x24xf16> {
+  // expected-error @below {{rows of all experts: expected a multiple of 64, got 96}}
+  %y = lowbit.expert_matmul %x, %w, %rows, %tiles {experts = 4} : tensor<?x256xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x24xf16>
+  return %y : tensor<?x24xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @y_of_all_experts(%x: tensor<?x256xf16>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x64xf16> {
+  // expected-error @below {{y: expected tensor<?x16xf16>}}
+  %y = lowbit.expert_matmul %x, %w, %rows, %tiles {experts = 4} : tensor<?x256xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @tiles_of_two_columns(%x: tensor<?x256xf16>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x2xi32>) -> tensor<?x16xf16> {
+  // expected-error @below {{tiles: expected tensor<?x3xi32>, got tensor<?x2xi32>}}
+  %y = lowbit.expert_matmul %x, %w, %rows, %tiles {experts = 4} : tensor<?x256xf16>, !weight, tensor<?xi32>, tensor<?x2xi32> -> tensor<?x16xf16>
+  return %y : tensor<?x16xf16>
+}

@@ -23,7 +23,7 @@ from lowbit.passes.target import Target
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
-Operation = Literal["matmul", "dequantize", "prepack", "permute", "quantize", "quantized_matmul"]
+Operation = Literal["matmul", "dequantize", "prepack", "permute", "quantize", "quantized_matmul", "expert_matmul"]
 
 
 @dataclass(frozen=True)

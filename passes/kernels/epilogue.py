@@ -39,10 +39,11 @@ class Epilogue:
         view = self.p.global_view(self.p[name], element, (self.spec.n, 1))
         return self.p.load(view, (first_row, 0), total.layout.reduce((1,)), (self.outside("clamp"), "none"))
 
-    def view_like_y(self, name: str) -> Memory:
-        """Returns the view [rows of y, tokens] of y, or of a tensor that is like it."""
+    def view_like_y(self, name: str, tokens: Scalar | None = None) -> Memory:
+        """Returns the view [rows of y, tokens] of y, or of a tensor that is like it. tokens: how many; None: m."""
         p, rows = self.p, self.spec.outputs
-        return p.global_view(p[name], self.spec.out_dtype, (rows, -1), (1, rows), sizes=[p["m"]])
+        sizes = [p["m"] if tokens is None else tokens]
+        return p.global_view(p[name], self.spec.out_dtype, (rows, -1), (1, rows), sizes=sizes)
 
     def outside(self, word: str) -> str:
         """Returns the boundary of rows: `word` where some tile ends beyond the last row."""

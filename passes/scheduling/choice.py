@@ -51,7 +51,9 @@ class Chooser:
     def _families(self) -> dict[int, list[KernelFamily[Any]]]:
         """The families that have a kernel, by token tile."""
         found: dict[int, list[KernelFamily[Any]]] = {}
-        for family, kind in product(FAMILIES.values(), {self._spec.for_tokens(1), self._spec}):
+        of_experts = self._spec.experts > 1
+        families = [f for f in FAMILIES.values() if (f.operation == "expert_matmul") == of_experts]
+        for family, kind in product(families, {self._spec.for_tokens(1), self._spec}):
             for token_tile in family.token_tiles(kind, self._target):
                 if self._spec.for_tokens(token_tile) == kind:
                     found.setdefault(token_tile, []).append(family)

@@ -16,7 +16,7 @@ from lowbit.dialect.ops.tensors import packing_attr
 from lowbit.passes.base import each_op
 from lowbit.passes.tensor_programs import packed_of
 
-WITH_WEIGHT = (ops.MatmulOp, ops.QuantizedMatmulOp, ops.DequantizeOp, ops.PrepackOp)
+WITH_WEIGHT = (ops.MatmulOp, ops.QuantizedMatmulOp, ops.ExpertMatmulOp, ops.DequantizeOp, ops.PrepackOp)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "compute": (None, None, "f8e4m3", "i8"),
     "fold_scales": (False, True),
     "compute_from": (1, 17),
+    "experts": (1,),  # those are called in another way
     "second_level": ("none", "plain", "zeros", "offsets"),
     "second_rows": (1, 16),
     "second_groups": (1, 2, 4),

@@ -47,6 +47,7 @@ _TEXTS = {
     "permuted": "Columns are in another order than x's.",
     "outliers": "Add outliers, a sparse matrix in f16.",
     "compute": "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x.",
+    "experts": "Experts that share the rows of the weight.",
     "compute_from": "Rows of x from which on they are quantized; fewer are multiplied in the type of x.",
     "epilogue": "What becomes of sums: silu_mul, gelu_mul (y [m, n / 2]) or residual.",
     "fold_scales": "With f8e4m3: round scaled weights, so that sums stay in the tensor core.",

@@ -32,6 +32,7 @@ SPEC = MatmulSpec(4096, 4096, "u2", group_size=128)
 def test_what_every_family_promises(family: KernelFamily[Any]) -> None:
     """Its candidates are of its type, obey its own rules, and go through JSON."""
     spec = replace(SPEC, compute="i8") if family.operation in ("quantize", "quantized_matmul") else SPEC
+    spec = replace(spec, experts=4) if family.operation == "expert_matmul" else spec
     target = parse_target("sm_80") if family.name == "prefill_mma" else HOPPER  # for targets without wgmma
     for tokens in family.token_tiles(spec, target) or (0,):
         found = family.candidates(spec, tokens, target)
@@ -106,7 +107,8 @@ def test_asking_families_loads_no_compiler(repo: Path) -> None:
         "from lowbit.passes.targets import parse_target\n"
         "for f in FAMILIES.values():\n"
         "    target = parse_target('sm_80' if f.name == 'prefill_mma' else 'sm_90a')\n"
-        "    spec = MatmulSpec(64, 1024, 'u2', 128, compute='i8' if f.operation.startswith('quantize') else None)\n"
+        "    spec = MatmulSpec(64, 1024, 'u2', 128, compute='i8' if f.operation.startswith('quantize') else None,\n"
+        "                      experts=4 if f.operation == 'expert_matmul' else 1)\n"
         "    for tokens in f.token_tiles(spec, target) or (0,):\n"
         "        for s in islice(f.candidates(spec, tokens, target), 8):\n"
         "            f.check(spec, s, target), f.predict(spec, tokens, s, target)\n"

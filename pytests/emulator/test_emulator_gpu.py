@@ -91,6 +91,7 @@ TWO = [f"{name}.{kind}" for kind in INTEGERS for name in ("add", "sub", "mul.lo"
 TWO += [f"{name}.{fmt}" for fmt in HALVES for name in ("add.rn", "sub.rn", "mul.rn", "min", "max", "min.NaN")]
 TWO += [f"{name}.{mode}.f32" for name in ("add", "sub", "mul") for mode in (*ROUNDINGS, "rn.ftz")]
 TWO += ["add.sat.f32", "mul.ftz.f16", "min.f32", "max.ftz.f32", "max.NaN.f32", "div.rn.f32", "add.sat.s32"]
+TWO += ["min.relu.s32", "max.relu.s32"]
 TWO += ["add.u16x2", "set.eq.u32.f16x2", *(f"prmt.b32.{mode}" for mode in ("rc8", "ecl", "ecr", "rc16"))]
 
 

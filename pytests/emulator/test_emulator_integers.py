@@ -57,6 +57,13 @@ def test_two_operands(name: str, function: Callable[[int, int], int], kind: str)
     np.testing.assert_array_equal(got, exact(function, kind, a, b))
 
 
+@pytest.mark.parametrize(("name", "function"), [("min", min), ("max", max)])
+def test_no_less_than_zero(name: str, function: Callable[[int, int], int]) -> None:
+    a, b = pairs(32)
+    got = apply(f"{name}.relu.s32 %x, %a, %b;", a, b, out=a.dtype)
+    np.testing.assert_array_equal(got, exact(lambda a, b: max(0, function(a, b)), "s32", a, b))
+
+
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_mul_hi(kind: str) -> None:
     bits = int(kind[1:])

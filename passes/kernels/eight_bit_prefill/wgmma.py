@@ -11,7 +11,7 @@ from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan
 from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
-from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
+from lowbit.passes.kernels.persistent.tile_order import Order, Turn
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 
 
@@ -34,7 +34,7 @@ class ByteWgmmaMultiplier:
     def await_first(self) -> None:
         """Does nothing: scales come straight to registers."""
 
-    def tile(self, turn: Turn, order: TileOrder, carried: list[Tile]) -> tuple[list[Tile], Iterable[Tile]]:
+    def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], Iterable[Tile]]:
         p, sums = self.p, self._sums[turn.shape.tokens]
         sums.begin_tile()
         with p.loop(turn.first_round, turn.rounds, carried) as loop:

@@ -14,7 +14,7 @@ from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.mma import MmaLayouts
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
-from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
+from lowbit.passes.kernels.persistent.tile_order import Order, Turn
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 
 
@@ -41,7 +41,7 @@ class ByteMmaMultiplier:
     def await_first(self) -> None:
         """Does nothing: scales come straight to registers."""
 
-    def tile(self, turn: Turn, order: TileOrder, carried: list[Tile]) -> tuple[list[Tile], Iterable[Tile]]:
+    def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], Iterable[Tile]]:
         p, parts = self.p, self._parts
         zeros = [p.constant(0.0, self._element, self._layouts.sums) for _ in range(parts)]
         with p.loop(0, self.plan.base.tiles.rounds, [*carried, *zeros]) as loop:

@@ -7,7 +7,7 @@ from lowbit.passes.builder import Index, Memory, Program, Scalar
 from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
-from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
+from lowbit.passes.kernels.persistent.tile_order import Order, Position, Turn
 
 
 class CopiedPanels(Panels):
@@ -23,18 +23,18 @@ class CopiedPanels(Panels):
         panels = -(-spec.k // s.panel_k)
         self.x = p.global_view(p["x"], spec.x.operand, (panels, -1, s.panel_k), (s.panel_k, spec.k, 1), sizes=[p["m"]])
 
-    def copy_first(self, order: TileOrder, token: Scalar, first_round: Index) -> None:
+    def copy_first(self, order: Order, first: Position, first_round: Index) -> None:
         for panel in range(self.round.ahead):
-            self._copy(panel, token, panel)
+            self._copy(panel, first.token, first.end, panel)
 
-    def copy_first_of_slice(self, turn: Turn, order: TileOrder) -> None:
+    def copy_first_of_slice(self, turn: Turn, order: Order) -> None:
         """Does nothing: no tiles are cut."""
 
     def copy_later(self, turn: Turn, index: Scalar, panel: int) -> None:
         """Copies it to the stage of the panel before this. What is copied beyond the last tile of a block is not
         read."""
-        _, token, column = self.later(turn, index, panel)
-        self._copy((panel + self.round.ahead) % self.schedule.num_stages, token, column)
+        inside, token, column = self.later(turn, index, panel)
+        self._copy((panel + self.round.ahead) % self.schedule.num_stages, token, turn.end_of(inside), column)
 
     def wait(self, turn: Turn, index: Scalar, panel: int) -> Memory:
         self.p.wait(self.round.ahead - 1)
@@ -44,17 +44,22 @@ class CopiedPanels(Panels):
     def release_before(self, panel: int) -> None:
         """Does nothing: a barrier says so."""
 
-    def _copy(self, stage: int, token: Scalar, panel: Index) -> None:
+    def _copy(self, stage: int, token: Scalar, end: Scalar | None, panel: Index) -> None:
         """Starts to copy a panel of x, counted in the tile."""
         for part in range(self.parts):
             target = self.p.stage(self.p.stage(self.stages, stage), part)
-            self._copy_part(target, token + part * self.tokens, panel)
+            self._copy_part(target, token + part * self.tokens, end, panel)
         self.p.commit()
 
-    def _copy_part(self, target: Memory, token: Scalar, panel: Index) -> None:
-        """Copies a panel of a part's tokens; zeros beyond the last token and the last column."""
+    def _copy_part(self, target: Memory, token: Scalar, end: Scalar | None, panel: Index) -> None:
+        """Copies a panel of a part's tokens; zeros beyond the last token and the last column. end: of the slots, where
+        tokens are some, whose rows of x a list names."""
         p, s, k = self.p, self.schedule, self.spec.k
         layout = copy_layout((1, self.tokens, s.panel_k), s.threads, self.spec.x.per_vector)
         limit = (s.panel_k, 0, 1, k) if k % s.panel_k else ()
         boundary = ("none" if self.plan.tiles.rounds * self.round.step == k else "zero", "zero", "none")
-        p.copy_async(self.x, target, (panel, token, 0), layout, boundary, limit)
+        if end is None:
+            p.copy_async(self.x, target, (panel, token, 0), layout, boundary, limit)
+        else:
+            rows = p.global_view(p["rows"], "i32", (-1,), sizes=[end])
+            p.copy_rows(self.x, rows, target, (panel, token, 0), 1, layout, boundary, limit)

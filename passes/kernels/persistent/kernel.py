@@ -58,12 +58,13 @@ from typing import Any
 from lowbit.dialect.bindings import ir
 from lowbit.passes.builder import Program, Scalar, Tile
 from lowbit.passes.kernels.persistent.exchange import Exchange
+from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
 from lowbit.passes.kernels.persistent.multiplier import Multiplier
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.stores import Store
 from lowbit.passes.kernels.persistent.stream_order import StreamOrder
-from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
+from lowbit.passes.kernels.persistent.tile_order import Order, TileOrder, Turn
 from lowbit.passes.kernels.persistent.tiles import TileShape
 from lowbit.passes.kernels.persistent.weight import WeightSide
 from lowbit.passes.kernels.persistent.workspace import Workspace
@@ -77,12 +78,14 @@ class Parts:
     store       of a program and its plan
     weight      of a program
     multiplier  of a program, the panels and the weight
+    experts     whether tiles are those of several experts (`ExpertOrder`), in place of all rows and tokens
     """
 
     panels: Callable[[Program, PersistentPlan], Panels]
     store: Callable[[Program, PersistentPlan], Store]
     weight: Callable[[Program], WeightSide]
     multiplier: Callable[[Program, Panels, Any], Multiplier]
+    experts: bool = False
 
 
 class Kernel:
@@ -112,19 +115,22 @@ class Kernel:
         self.panels.rank = self.rank
         self.exchange = Exchange(p, tiles.split, self.rank) if tiles.split else None
         self._announce_signals()
+        if self._parts.experts:
+            p.grid_wait()
         self._share_out(block, blocks)
         first, first_round = self.order.first(), self.order.first_round
         self.weight.begin(first.row_tile, first_round)
         p.grid_launch_dependents()
-        p.grid_wait()
-        self.panels.copy_first(self.order, first.token, first_round)
+        if not self._parts.experts:
+            p.grid_wait()
+        self.panels.copy_first(self.order, first, first_round)
         self.multiplier.await_first()
         self._await_signals()
         mine = self.order.count()
         with p.loop(0, mine, self.weight.registers.flat()) as loop:
             loop.results = self._tile(self.order.turn(loop.index, mine), loop.carried)
-        if tiles.slice:
-            self._compute_slice(tiles.slice, mine, loop.carried)
+        if tiles.slice and isinstance(self.order, TileOrder):
+            self._compute_slice(self.order, tiles.slice, mine, loop.carried)
         self._leave(mine)
 
     def _make_parts(self) -> None:
@@ -136,7 +142,11 @@ class Kernel:
 
     def _share_out(self, block: Scalar, blocks: Scalar) -> None:
         """Finds out which tiles a block computes, of so many, and which rounds of them."""
-        kind, self.workspace = StreamOrder if self.schedule.streams else TileOrder, None
+        self.workspace = None
+        if self._parts.experts:
+            self.order: Order = ExpertOrder(self.p, self.plan, block, blocks)
+            return
+        kind = StreamOrder if self.schedule.streams else TileOrder
         self.order = kind(self.plan, self.p["m"], block, blocks, self.rank)
         if isinstance(self.order, StreamOrder):
             self.workspace = Workspace(self.p, self.plan, self.order)
@@ -153,10 +163,10 @@ class Kernel:
         if self.plan.tiles.whole.split_k > 1:
             self.p.barrier("cluster_wait")
 
-    def _compute_slice(self, slice_: TileShape, count: Scalar, carried: list[Tile]) -> None:
+    def _compute_slice(self, order: TileOrder, slice_: TileShape, count: Scalar, carried: list[Tile]) -> None:
         """Computes this block's slice of a cut tile, if it has one, after so many whole tiles."""
-        with self.p.when(self.order.has_slice):
-            self._tile(self.order.turn_of_slice(slice_, count), carried)
+        with self.p.when(order.has_slice):
+            self._tile(order.turn_of_slice(slice_, count), carried)
 
     def _leave(self, count: Scalar) -> None:
         """Nobody leaves while another copies x to it, sends it sums, or arrives at its signals. count: whole tiles."""
@@ -188,10 +198,10 @@ class Kernel:
 
     def _store(self, turn: Turn, parts: Iterable[Tile]) -> None:
         """Scales sums of whole rows, and stores them, one part of the tokens after the other."""
-        row_tile, token = turn.here.row_tile, turn.first_stored(self.rank)
-        finish = self.weight.finish_of(row_tile)
+        token = turn.first_stored(self.rank)
+        finish = self.weight.finish_of(turn.here.row_tile)
         for total in parts:
-            self.store.store(finish(total, token), row_tile, token)
+            self.store.store(finish(total, token), turn.here, token)
             token = token + total.shape[1]
 
     def _of_all_columns(self, turn: Turn, parts: Iterable[Tile]) -> Iterable[Tile]:

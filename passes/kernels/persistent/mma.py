@@ -16,7 +16,7 @@ from lowbit.passes.kernels.persistent.group_columns import groups_of_panel
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import WARPS, PrefillSchedule
-from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
+from lowbit.passes.kernels.persistent.tile_order import Order, Turn
 from lowbit.passes.kernels.persistent.weight import Weight
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 
@@ -50,7 +50,7 @@ class MmaMultiplier:
     def await_first(self) -> None:
         """Does nothing: scales are waited for with the first panel of x."""
 
-    def tile(self, turn: Turn, order: TileOrder, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
+    def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
         p = self.p
         with p.loop(0, self.plan.tiles.rounds, [*carried, p.constant(0.0, "f32", self._layouts.sums)]) as loop:
             loop.results = self._round(turn, loop.index, loop.carried)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from lowbit.passes.builder import Tile
-from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
+from lowbit.passes.kernels.persistent.tile_order import Order, Turn
 
 
 class Multiplier(Protocol):
@@ -19,7 +19,7 @@ class Multiplier(Protocol):
     def await_first(self) -> None:
         """Waits for what the first round needs of scales, when the first panels of x are on their way."""
 
-    def tile(self, turn: Turn, order: TileOrder, carried: list[Tile]) -> tuple[list[Tile], Iterable[Tile]]:
+    def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], Iterable[Tile]]:
         """Multiplies the rounds of a tile or slice.
 
         carried: what registers hold of the weight when its first round begins. Returns what they hold at the end, of

@@ -20,7 +20,7 @@ class Outliers:
     """Brings the outliers of panels to registers, in program `p`."""
 
     def __init__(self, p: Program, plan: PersistentPlan) -> None:
-        self.p, self.act = p, plan.spec.act
+        self.p, self.act, self._unit = p, plan.spec.act, plan.tiles.unit
         blocks = plan.schedule.panel_k // BLOCK_K
         self._table = p.global_view(p["outliers"], "i32", (plan.spec.packing.row_blocks + 1,))
         self._buffer = p.alloc_shared(self.act, (WARPS, blocks, 32, 8))
@@ -29,7 +29,7 @@ class Outliers:
 
     def first(self, row_tile: Scalar) -> Tile:
         """Where the outliers of a tile begin."""
-        return self.p.first_outliers(self._table, row_tile * WARPS, WARPS)
+        return self.p.first_outliers(self._table, row_tile * self._unit, WARPS)
 
     def clear(self) -> None:
         """Fills the buffer with zeros, before the first panel."""

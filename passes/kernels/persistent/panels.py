@@ -13,7 +13,7 @@ from itertools import product
 from lowbit.passes.builder import Index, Memory, Program, Scalar
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import WARPS
-from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn, first_round
+from lowbit.passes.kernels.persistent.tile_order import Order, Position, TileOrder, Turn, first_round
 from lowbit.passes.kernels.persistent.tiles import TileShape
 
 
@@ -27,12 +27,12 @@ class Panels(ABC):
         self.round = plan.round
 
     @abstractmethod
-    def copy_first(self, order: TileOrder, token: Scalar, first_round: Index) -> None:
+    def copy_first(self, order: Order, first: Position, first_round: Index) -> None:
         """Starts to copy the panels of the first tile that are under way when the first is multiplied. first_round: of
         the block's part of k."""
 
     @abstractmethod
-    def copy_first_of_slice(self, turn: Turn, order: TileOrder) -> None:
+    def copy_first_of_slice(self, turn: Turn, order: Order) -> None:
         """Starts to copy the first panels of this block's slice, if tiles are cut and it comes next."""
 
     @abstractmethod
@@ -66,15 +66,15 @@ class BoxPanels(Panels):
         self.x = p.alloc_shared(plan.spec.x.operand, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
         self.full, self.empty = p.signals(s.num_stages, 1), p.signals(s.num_stages, WARPS * s.cluster)
 
-    def copy_first(self, order: TileOrder, token: Scalar, first_round: Index) -> None:
+    def copy_first(self, order: Order, first: Position, first_round: Index) -> None:
         with self.p.one_thread(order.has_tile):
-            self._copy_ahead(self.plan.tiles.whole, token, first_round)
+            self._copy_ahead(self.plan.tiles.whole, first.token, first_round)
 
-    def copy_first_of_slice(self, turn: Turn, order: TileOrder) -> None:
+    def copy_first_of_slice(self, turn: Turn, order: Order) -> None:
         """Waits for products first: with anything else between the last one and its wait, the assembler may read sums
         too early."""
         p, slice_ = self.p, self.plan.tiles.slice
-        if slice_ in (None, turn.shape):
+        if slice_ in (None, turn.shape) or not isinstance(order, TileOrder):
             return
         p.await_products(0)
         with p.one_thread(order.slice_unless(turn.has_next)):

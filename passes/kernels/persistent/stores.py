@@ -10,24 +10,27 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS
 from lowbit.passes.kernels.persistent.staging import Staging
+from lowbit.passes.kernels.persistent.tile_order import Position
 
 
 def epilogue_of(p: Program, plan: PersistentPlan) -> Epilogue:
     """Returns what makes numbers of y from the sums of a tile."""
-    return Epilogue(p, plan.spec, ragged=plan.spec.n % (ROWS_OF_TILE * plan.schedule.cluster) != 0)
+    rows = plan.spec.n // plan.spec.experts
+    return Epilogue(p, plan.spec, ragged=rows % (ROWS_OF_TILE * plan.schedule.cluster) != 0)
 
 
 class Store(Protocol):
     """Stores sums."""
 
-    def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
-        """Makes numbers of sums [rows, tokens] of a tile of rows, from a token on, and stores them."""
+    def store(self, total: Tile, place: Position, token: Scalar) -> None:
+        """Makes numbers of sums [rows, tokens] of a tile's rows, from a token on, and stores them."""
 
 
 class StagedStore:
@@ -40,8 +43,9 @@ class StagedStore:
         shape = (WARPS, staging.rows, at_a_time)
         self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))
 
-    def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
-        p, numbers = self.p, self._epilogue.numbers(total, row_tile * ROWS_OF_TILE, token)
+    def store(self, total: Tile, place: Position, token: Scalar) -> None:
+        p, row_tile = self.p, place.row_tile
+        numbers = self._epilogue.numbers(total, row_tile * ROWS_OF_TILE, token)
         for first, tokens in self._staging.pieces(total.shape[1]):
             part = p.slice(numbers, 1, first, tokens)
             p.store(p.reshape(part, (WARPS, self._staging.rows, tokens)), self._turned, (0, 0, 0))
@@ -81,10 +85,12 @@ class DirectStore:
     """
 
     def __init__(self, p: Program, plan: PersistentPlan) -> None:
-        self.p, self._epilogue = p, epilogue_of(p, plan)
+        self.p, self._epilogue, self._rows = p, epilogue_of(p, plan), ROWS * plan.tiles.unit
         self._y = self._epilogue.view_like_y("y")
 
-    def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
-        first, end = row_tile * ROWS_OF_TILE, self._epilogue
+    def store(self, total: Tile, place: Position, token: Scalar) -> None:
+        first, end = place.row_tile * self._rows, self._epilogue
+        of_y = first if place.of_y is None else place.of_y * self._rows
+        view = self._y if place.end is None else end.view_like_y("y", place.end)
         boundary = (end.outside("skip"), "skip")
-        self.p.store(end.numbers(total, first, token), self._y, (end.row_of_y(first), token), boundary)
+        self.p.store(end.numbers(total, first, token), view, (end.row_of_y(of_y), token), boundary)

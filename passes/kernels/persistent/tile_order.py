@@ -12,6 +12,7 @@ slice of their own rows each, but the same slice of the rows of one of them, and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from lowbit.passes.builder import Index, Scalar
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
@@ -21,10 +22,24 @@ from lowbit.passes.kernels.persistent.tiles import TileShape
 
 @dataclass(frozen=True)
 class Position:
-    """Where a tile or a slice is: the number of its tile of rows, and its first token."""
+    """Where a tile or a slice is.
+
+    row_tile  its first row in the weight, in units of `Tiles.unit` row blocks: the number of its tile of rows, where
+              every row of the weight is one of y
+    token     its first token
+    of_y      the same as row_tile for its rows in y, where several experts have the same; None: they are equal
+    end       the token before which it ends; None: where y ends
+    """
 
     row_tile: Scalar
     token: Scalar
+    of_y: Scalar | None = None
+    end: Scalar | None = None
+
+    @property
+    def y_tile(self) -> Scalar:
+        """Its first row in y, in the units of `row_tile`."""
+        return self.row_tile if self.of_y is None else self.of_y
 
 
 @dataclass(frozen=True)
@@ -59,9 +74,40 @@ class Turn:
         row_tile = inside.select(self.here.row_tile, self.next.row_tile)
         return row_tile, inside.select(index + 1, self.next_round)
 
+    def end_of(self, inside: Scalar) -> Scalar | None:
+        """Returns where the tokens of this tile end, if a condition holds, or else of the next; None: where y ends."""
+        here, there = self.here.end, self.next.end
+        return None if here is None or there is None else inside.select(here, there)
+
     def first_stored(self, rank: Scalar) -> Scalar:
         """Returns the first token of the tile that a block of this rank in its cluster stores."""
         return self.here.token + rank * self.shape.share if self.shape.split_k > 1 else self.here.token
+
+
+class Order(Protocol):
+    """The tiles of a block, one after the other.
+
+    first_round  the first round that the block computes of its first tile
+    """
+
+    first_round: Index
+
+    @property
+    def has_tile(self) -> Scalar:
+        """Whether the block has a tile."""
+        ...
+
+    def count(self) -> Scalar:
+        """How many whole tiles, or parts of tiles, the block has."""
+        ...
+
+    def first(self) -> Position:
+        """Where the first tile of the block is."""
+        ...
+
+    def turn(self, number: Scalar, count: Scalar) -> Turn:
+        """The turn of the whole tile of this number, of so many, counted in the block."""
+        ...
 
 
 def first_round(shape: TileShape, rank: Scalar) -> Index:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -129,9 +130,19 @@ class Tiles:
         return self.all_rounds * self.round.step == self.spec.packing.padded_k
 
     @property
+    def row_blocks(self) -> int:
+        """Row blocks that are cut into tiles: of an expert, where a weight has several."""
+        return self.spec.packing.row_blocks // self.spec.experts
+
+    @property
+    def unit(self) -> int:
+        """Row blocks from which on a tile may begin, in numbers of which its place is given."""
+        return WARPS if self.spec.experts == 1 else math.gcd(WARPS, self.row_blocks)
+
+    @property
     def covers_rows(self) -> bool:
         """Tells whether all rows of all tiles are rows of the packed weight."""
-        return self.spec.packing.row_blocks % (WARPS * self.schedule.cluster) == 0
+        return self.row_blocks % (WARPS * self.schedule.cluster) == 0
 
     @property
     def rows(self) -> Layout:
@@ -142,8 +153,8 @@ class Tiles:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of rows, or pairs of them for clusters of two."""
-        return -(-self.spec.packing.row_blocks // (WARPS * self.schedule.cluster))
+        """Tiles of rows, or pairs of them for clusters of two; of an expert, where a weight has several."""
+        return -(-self.row_blocks // (WARPS * self.schedule.cluster))
 
     def count(self, tokens: int) -> int:
         """Returns the tiles of so many tokens, or pairs of them for clusters of two."""

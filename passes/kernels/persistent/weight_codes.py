@@ -5,7 +5,6 @@ from __future__ import annotations
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Index, Program, Scalar
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
-from lowbit.passes.kernels.persistent.schedule import WARPS
 from lowbit.passes.kernels.persistent.weight_read import WeightRead
 
 
@@ -15,6 +14,7 @@ class PackedCodes:
     def __init__(self, p: Program, plan: PersistentPlan) -> None:
         packing, tiles = plan.spec.packing, plan.tiles
         self.p, self._pieces, self._chunks = p, plan.round.pieces, plan.round.piece // packing.chunk
+        self._unit = tiles.unit
         size = packing.units * 32
         strides = (size, packing.chunks * size, 1)
         self._view = p.global_view(p["codes"], UNIT, (packing.chunks, packing.row_blocks, size), strides)
@@ -26,4 +26,4 @@ class PackedCodes:
     def at(self, row_tile: Scalar, index: Index, piece: int) -> WeightRead:
         """Returns the read of the codes of a piece of round `index`."""
         chunk = index * (self._pieces * self._chunks) + piece * self._chunks
-        return WeightRead(self.p, self._view, (chunk, row_tile * WARPS, 0), self.layout, self._boundary)
+        return WeightRead(self.p, self._view, (chunk, row_tile * self._unit, 0), self.layout, self._boundary)

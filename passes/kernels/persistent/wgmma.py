@@ -18,7 +18,7 @@ from lowbit.passes.builder import Program, Scalar, Tile
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns, groups_of_panel
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
-from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
+from lowbit.passes.kernels.persistent.tile_order import Order, Turn
 from lowbit.passes.kernels.persistent.weight import Weight
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 from lowbit.passes.kernels.scales.panel_scales import PanelScales
@@ -39,7 +39,7 @@ class WgmmaMultiplier:
             scales.use(Scalar.of(0))
             of_panel.fill(0)
 
-    def tile(self, turn: Turn, order: TileOrder, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
+    def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
         p, weight, registers = self.p, self.weight, self.weight.registers.like(carried)
         sums = self._sums[turn.shape.tokens]
         p.clear(sums)

@@ -64,7 +64,7 @@ class RoundScales:
         shape, strides = (numbers, self.spec.packing.row_blocks, ROWS), (lanes, numbers * lanes, int(lanes == ROWS))
         view = self.p.global_view(self.p[slot.name], ScalesZeros.element(slot.storage), shape, strides)
         words = (boundary, self._row_boundary, "none")
-        return WeightRead(self.p, view, (number, row_tile * WARPS, 0), self._rows, words)
+        return WeightRead(self.p, view, (number, row_tile * self.plan.tiles.unit, 0), self._rows, words)
 
     # -- to shared memory
 
@@ -85,7 +85,7 @@ class RoundScales:
         layout = spatial(1, WARPS, 1) * copy_layout((1, 1, width), 32, vector // element.bytes)
         limit = () if self.plan.tiles.covers_columns else (width, 0, 1, total)
         boundary = ("none", self._row_boundary, "none")
-        self.p.copy_async(view, target, (index, row_tile * WARPS, 0), layout, boundary, limit)
+        self.p.copy_async(view, target, (index, row_tile * self.plan.tiles.unit, 0), layout, boundary, limit)
 
     def await_copies(self) -> None:
         """Waits for the copies of the next round, and lets those of the one behind it take this one's place."""

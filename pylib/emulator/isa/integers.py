@@ -28,8 +28,8 @@ def elementwise(dest: Dest, function: Callable[..., Any], *sources: Array) -> St
             return lambda mask: dest.write(function(*sources), mask)
 
 
-def _integer_binary(op: Op, function: Callable[[Array, Array], Array], packed: bool = False) -> Step:
-    kind = op.type(*INTEGERS, *(PAIRS if packed else ()))
+def _integer_binary(op: Op, function: Callable[[Array, Array], Array], kinds: tuple[str, ...] = INTEGERS) -> Step:
+    kind = op.type(*kinds)
     dest, a, b = op.dest(_raw(kind)), op.source(_raw(kind)), op.source(_raw(kind))
     if kind in PAIRS:
         half = np.dtype("i2" if kind == "s16x2" else "u2")
@@ -56,14 +56,18 @@ def _add(op: Op) -> Step:
             return np.clip(wide(a, b, dtype=np.int64), -(2**31), 2**31 - 1).astype(np.int32)
 
         return elementwise(dest, saturate, a, b)
-    return _integer_binary(op, np.add if name == "add" else np.subtract, packed=name == "add")
+    kinds = (*INTEGERS, *PAIRS) if name == "add" else INTEGERS
+    return _integer_binary(op, np.add if name == "add" else np.subtract, kinds)
 
 
 @instruction("min", "max")
 def _min(op: Op) -> Step:
     if is_float(op):
         return float_binary(op, op.instr.opcode)
-    return _integer_binary(op, np.minimum if op.instr.opcode == "min" else np.maximum, packed=True)
+    function = np.minimum if op.instr.opcode == "min" else np.maximum
+    if op.flag("relu"):  # sm_90: what is below zero becomes zero
+        return _integer_binary(op, lambda a, b: np.maximum(function(a, b), 0), ("s32", "s16x2"))
+    return _integer_binary(op, function, (*INTEGERS, *PAIRS))
 
 
 @instruction("mul")

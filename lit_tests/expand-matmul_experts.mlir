@@ -1,0 +1,26 @@
+// RUN: %lowbit-opt %s --plan-packing --expand-matmul | %filecheck %s
+
+// Experts: which tile is whose is read from device memory, after the kernel in front has ended; rows of x are copied as
+// a list names them.
+
+// CHECK-LABEL: lowbit.program @prefill
+// CHECK-SAME:    (%[[X:.*]]: !llvm.ptr<1>, %[[CODES:.*]]: !llvm.ptr<1>, %[[SCALES:.*]]: !llvm.ptr<1>, %[[ROWS:.*]]: !llvm.ptr<1>, %[[TILES:.*]]: !llvm.ptr<1>
+// CHECK:         {grid = ["sm_count / 1", 1, 1], {{.*}}threads = 256
+// CHECK:         lowbit.grid_wait
+// How many tiles of slots there are, and of the first its expert, its first slot, and its end.
+// CHECK:         lowbit.read_index %[[TABLE:.*]][%{{.*}}, %{{.*}}]
+// CHECK-COUNT-3: lowbit.read_index %[[TABLE]][
+// CHECK:         lowbit.load %
+// CHECK:         lowbit.copy_rows %
+// CHECK:         scf.for
+// CHECK-COUNT-6:   lowbit.read_index %[[TABLE]][
+// CHECK:           scf.for
+// CHECK:             lowbit.mma %
+// CHECK:             lowbit.copy_rows %
+// CHECK:           lowbit.store {{.*}}skip
+!weight = !lowbit.packed<[512, 1024], #lowbit.format<"u4", []>, 128, "none", "f16">
+func.func @experts(%x: tensor<?x1024xf16>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x128xf16> {
+  %y = lowbit.expert_matmul %x, %w, %rows, %tiles {experts = 4, schedule = {family = "experts_mma", tokens = 32}}
+      : tensor<?x1024xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x128xf16>
+  return %y : tensor<?x128xf16>
+}

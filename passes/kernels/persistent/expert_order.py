@@ -1,0 +1,57 @@
+"""Which tiles a block computes where a weight has several experts, and a token goes to some of them: `ExpertOrder`.
+
+Rows of x come sorted by expert (as *slots*: a token has one for each of its experts), and a table in device memory says
+where. So nothing depends on how many slots an expert has but what is read there: a graph that was captured once serves
+any routing. A *token tile* is a tile's worth of slots of one expert, or what is left of them. Its tiles of rows follow
+one another, so that blocks read the same slots, and the weight of one expert, at the same time.
+
+    tiles [1 + most, 3] of i32:   row 0: how many token tiles there are
+                                  each other row: an expert, the first slot, and the slot before which the tile ends
+"""
+
+from __future__ import annotations
+
+from lowbit.passes.builder import Index, Program, Scalar
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import WARPS
+from lowbit.passes.kernels.persistent.tile_order import Position, Turn
+
+COLUMNS = 3  # of the table
+
+
+class ExpertOrder:
+    """The tiles of a block. Blocks take turns, as in `TileOrder`; every tile is whole, with all of k."""
+
+    first_round: Index = 0
+
+    def __init__(self, p: Program, plan: PersistentPlan, block: Scalar, blocks: Scalar) -> None:
+        self.p, self.shapes, self.block, self.blocks = p, plan.tiles, block, blocks
+        self._table = p.global_view(p["tiles"], "i32", (-1, COLUMNS), sizes=[p["m"] + 1])
+        self.tiles = p.read_index(self._table, (0, 0)) * plan.tiles.row_tiles
+
+    @property
+    def has_tile(self) -> Scalar:
+        """Whether the block has a tile."""
+        return self.block < self.tiles
+
+    def count(self) -> Scalar:
+        """How many tiles the block has."""
+        return (self.tiles + self.blocks - 1 - self.block) // self.blocks
+
+    def first(self) -> Position:
+        """Where the first tile of the block is."""
+        return self._position(self.block)
+
+    def turn(self, number: Scalar, count: Scalar) -> Turn:
+        """The turn of the tile of this number, of so many, counted in the block."""
+        tile, rounds = self.block + number * self.blocks, self.shapes.rounds
+        here, next_, has_next = self._position(tile), self._position(tile + self.blocks), number + 1 < count
+        return Turn(self.shapes.whole, number, here, next_, has_next, 0, Scalar.of(rounds), 0, rounds, number * rounds)
+
+    def _position(self, tile: Scalar) -> Position:
+        """Where a tile is, and for one beyond the last where the last is; without tiles, a place that may be read."""
+        shapes = self.shapes
+        tile = tile.min(self.tiles - 1).max(0)
+        token_tile, row = tile // shapes.row_tiles + 1, tile % shapes.row_tiles * (WARPS // shapes.unit)
+        expert, first, end = (self.p.read_index(self._table, (token_tile, column)) for column in range(COLUMNS))
+        return Position(expert * (shapes.row_blocks // shapes.unit) + row, first, row, end)
