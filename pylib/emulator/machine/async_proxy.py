@@ -13,18 +13,20 @@ import numpy as np
 from lowbit.pylib.emulator.machine.faults import Array, require
 
 _ANYONE = -1
+_ROW = 16  # bytes that a wgmma reads together; no write crosses their borders
 
 
 class AsyncProxy:
-    """Per byte: whether a write is not fenced yet, whose fence it needs, and how many wgmma in flight read it."""
+    """Per byte: whether a write is not fenced yet, and whose fence it needs. Per row of 16: how many wgmma in flight
+    read it."""
 
     def reset(self, size: int) -> None:
         self.unfenced = np.zeros(size, np.bool_)
         self.writer = np.zeros(size, np.int32)
-        self.readers = np.zeros(size, np.int32)
+        self.readers = np.zeros(size // _ROW, np.int32)
 
     def check_write(self, lanes: Array, row: Array, size: int) -> None:
-        free = self.readers.reshape(-1, size)[row] == 0
+        free = self.readers[row * size // _ROW] == 0
         require(free, lanes, "write to shared memory that a wgmma in flight reads: wgmma.wait_group comes first")
 
     def write(self, lanes: Array, row: Array, size: int, own: bool) -> None:
@@ -37,12 +39,14 @@ class AsyncProxy:
 
     def publish(self, members: Array | None) -> None:
         """A barrier shows others what `members` (a mask; None: all) have written; their fence will do from now on."""
-        written = self.unfenced if members is None else self.unfenced & members[self.writer]
+        written = np.flatnonzero(self.unfenced)
+        if members is not None:
+            written = written[members[self.writer[written]]]
         self.writer[written] = _ANYONE
 
-    def begin_read(self, lanes: Array, row: Array, size: int) -> None:
-        self._check_fenced(lanes, row, size, "wgmma reads shared memory that")
-        np.add.at(self.readers.reshape(-1, size), row, 1)
+    def begin_read(self, lanes: Array, row: Array) -> None:
+        self._check_fenced(lanes, row, _ROW, "wgmma reads shared memory that")
+        np.add.at(self.readers, row, 1)
 
     def begin_write(self, lanes: Array, row: Array, size: int) -> None:
         self._check_fenced(lanes, row, size, "a bulk copy overwrites what")
@@ -51,5 +55,5 @@ class AsyncProxy:
         fenced = ~self.unfenced.reshape(-1, size)[row]
         require(fenced, lanes, f"{what} was written without a fence.proxy.async since")
 
-    def end_read(self, row: Array, size: int) -> None:
-        np.subtract.at(self.readers.reshape(-1, size), row, 1)
+    def end_read(self, row: Array) -> None:
+        np.subtract.at(self.readers, row, 1)

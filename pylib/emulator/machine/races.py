@@ -2,8 +2,9 @@
 
 Time is the number of synchronizations so far. `seen[t, u]` is the time up to which thread t knows the actions of u. A
 barrier collects the knowledge of threads that arrive (`release`), and passes it to threads that wait (`acquire`).
-For every byte the detector keeps the last write and, per thread, the last read. This is the happens-before relation
-of FastTrack (Flanagan and Freund, 2009), with reads kept per thread so that no race is missed or made up.
+For every byte the detector keeps the last write and the last read, and once several threads have read it, the last
+read of each. This is the happens-before relation of FastTrack (Flanagan and Freund, 2009): no race is missed or made
+up.
 
 Units that read or write at a time of their own count as threads, too: the wgmma unit of each warp, and the bulk copies
 into the memory of each block.
@@ -54,42 +55,74 @@ class RaceDetector:
         self.reader = np.zeros(size, np.int32)  # the last one
         self.shared = np.zeros(size, np.bool_)  # read by several threads since `floor`
         self.read_at = np.zeros(size, np.int32)
-        self.reads = np.zeros((size, self.threads), np.int32)  # paged in as it is touched
+        self.reads = np.zeros((self.threads, size), np.int32)  # of what is shared; paged in as it is touched
+        self.reading = np.zeros(self.threads, np.bool_)  # who has read anything
 
     def read(self, lanes: Array, row: Array, size: int) -> None:
-        byte, thread = _bytes(lanes, row, size)
-        self._check_writes(byte, thread, "reads")
-        self._record_reads(byte, thread)
+        self._check_writes(lanes, row, size, "reads")
+        self._note_reader(lanes[:, None], row, size)
+        reader, shared = _rows(self.reader, size), _rows(self.shared, size)
+        shared[row[reader[row, 0] != lanes]] = True  # by another lane at the same time
+        several = shared[row].any(axis=1)
+        self._note_reads(lanes[several], row[several], size)
 
-    def _record_reads(self, byte: Array, thread: Array) -> None:
-        recent = self.read_at[byte] > self.floor
-        shared = recent & (self.shared[byte] | (self.reader[byte] != thread))
-        self.reader[byte] = thread
-        self.shared[byte] = shared
-        self.shared[byte[self.reader[byte] != thread]] = True
-        self.read_at[byte] = self.now
-        self.reads[byte, thread] = self.now
+    def _note_reader(self, thread: Array | int, row: Array, size: int) -> None:
+        reader, shared, read_at = (_rows(each, size) for each in (self.reader, self.shared, self.read_at))
+        recent = read_at[row] > self.floor
+        shared_before = recent & shared[row]
+        shared_now = recent & (reader[row] != thread) & ~shared_before
+        if shared_now.any():
+            at, column = np.nonzero(shared_now)
+            self._note_last_read(row[at] * size + column)
+        reader[row] = thread
+        shared[row] = shared_before | shared_now
+        read_at[row] = self.now
+
+    def _note_last_read(self, byte: Array) -> None:
+        """Bytes that one thread has read are read by several from now on."""
+        self.reads[self.reader[byte], byte] = self.read_at[byte]
+        self.reading[self.reader[byte]] = True
+
+    def _note_reads(self, threads: Array, row: Array, size: int) -> None:
+        self.reads.reshape(self.threads, -1, size)[threads, row] = self.now
+        self.reading[threads] = True
 
     def write(self, lanes: Array, row: Array, size: int, atomic: bool = False, floor: int | None = None) -> None:
         """Atomics are writes that do not race with each other. `floor`: up to when the writer knows everything."""
         floor = self.floor if floor is None else floor
-        byte, thread = _bytes(lanes, row, size)
-        self._check_writes(byte, thread, "writes", atomic, floor)
-        suspect = (self.read_at[byte] > floor) & (self.shared[byte] | (self.reader[byte] != thread))
-        if suspect.any():
-            byte_, thread_ = byte[suspect], thread[suspect]
-            unordered = self.reads[byte_] > self.seen[thread_]
-            unordered[np.arange(len(byte_)), thread_] = False
-            if unordered.any():
-                first, other = (int(i[0]) for i in np.nonzero(unordered))
-                self._report(int(byte_[first]), int(thread_[first]), "writes", other, "read")
-        self.writer[byte] = thread
-        self.written[byte] = self.now
-        self.by_atomic[byte] = atomic
-        lost = self.writer[byte] != thread
+        self._check_writes(lanes, row, size, "writes", atomic, floor)
+        self._check_reads(lanes, row, size, floor)
+        writer = _rows(self.writer, size)
+        writer[row] = lanes[:, None]
+        _rows(self.written, size)[row] = self.now
+        _rows(self.by_atomic, size)[row] = atomic
+        lost = writer[row, 0] != lanes
         if lost.any() and not atomic:
             first = int(np.flatnonzero(lost)[0])
-            self._report(int(byte[first]), int(thread[first]), "writes", int(self.writer[byte[first]]), "wrote")
+            self._report(int(row[first]) * size, int(lanes[first]), "writes", int(writer[row[first], 0]), "wrote")
+
+    def _check_reads(self, lanes: Array, row: Array, size: int, floor: int) -> None:
+        """What others have read has to be known to the lanes that write."""
+        thread = lanes[:, None]
+        read_at, shared, reader = (_rows(each, size)[row] for each in (self.read_at, self.shared, self.reader))
+        suspect = (read_at > floor) & (shared | (reader != thread))
+        if not suspect.any():
+            return
+        writers, which = np.unique(lanes, return_inverse=True)
+        of_all = self.seen[writers].min(axis=1, where=self.reading, initial=self.now)[which, None]
+        suspect &= read_at > np.where(shared, of_all, self.seen[thread, reader])
+        if suspect.any():
+            at, column = np.nonzero(suspect)
+            self._check_each_read(row[at] * size + column, lanes[at])
+
+    def _check_each_read(self, byte: Array, thread: Array) -> None:
+        """What any other thread has read has to be known to the `thread` that writes it."""
+        self._note_last_read(byte[~self.shared[byte]])
+        unordered = self.seen[thread] < self.reads[:, byte].T
+        unordered[np.arange(len(byte)), thread] = False
+        if unordered.any():
+            first, other = (int(i[0]) for i in np.nonzero(unordered))
+            self._report(int(byte[first]), int(thread[first]), "writes", other, "read")
 
     def release(self, members: Array, known: Array | None) -> Array:
         """Returns what a barrier knows once `members` (a mask) have come, and `known` before."""
@@ -137,34 +170,42 @@ class RaceDetector:
 
     def begin_async_read(self, first: int, row: Array, size: int) -> None:
         """The wgmma units of the warpgroup that starts at lane `first` read from now on."""
-        for unit, warp in self._units(first):
+        units = self._units(first)
+        for unit, warp in units:
             self.seen[unit] = self.seen[warp].max(axis=0)
             self.seen[unit, warp] = self.now
-            byte, thread = _bytes(np.full(len(row), unit), row, size)
-            self._check_writes(byte, thread, "reads")
+        known = np.min([self.seen[unit] for unit, _ in units], axis=0)  # to all units
+        if (_rows(self.written, size)[row] > known[_rows(self.writer, size)[row]]).any():
+            for unit, _ in units:
+                self._check_writes(np.full(len(row), unit), row, size, "reads")
 
     def end_async_read(self, first: int, row: Array, size: int) -> None:
-        for unit, warp in self._units(first):
-            self._record_reads(*_bytes(np.full(len(row), unit), row, size))
+        units = self._units(first)
+        for unit, warp in units:
             self.seen[warp, unit] = self.now
+        self._note_reader(units[-1][0], row, size)
+        _rows(self.shared, size)[row] = True
+        self._note_reads(np.array([[unit] for unit, _ in units]), row, size)
 
     def _units(self, first: int) -> list[tuple[int, slice]]:
         warps = range(first, first + WARPGROUP, _WARP)
         return [(self.lanes + lane // _WARP, slice(lane, lane + _WARP)) for lane in warps]
 
     def _check_writes(
-        self, byte: Array, thread: Array, verb: str, atomic: bool = False, floor: int | None = None
+        self, lanes: Array, row: Array, size: int, verb: str, atomic: bool = False, floor: int | None = None
     ) -> None:
+        """What others have written has to be known to the lanes."""
+        writer, written = _rows(self.writer, size)[row], _rows(self.written, size)[row]
         # Who has only met the others at a block's barrier does not know of bulk copies.
-        known = np.where(self.writer[byte] == self.copies, 0, self.floor if floor is None else floor)
-        suspect = (self.written[byte] > known) & (self.writer[byte] != thread)
+        known = np.where(writer == self.copies, 0, self.floor if floor is None else floor)
+        suspect = (written > known) & (writer != lanes[:, None])
         if atomic:
-            suspect &= ~self.by_atomic[byte]
+            suspect &= ~_rows(self.by_atomic, size)[row]
         if suspect.any():
-            unordered = suspect & (self.written[byte] > self.seen[thread, self.writer[byte]])
+            unordered = suspect & (written > self.seen[lanes[:, None], writer])
             if unordered.any():
-                first = int(np.flatnonzero(unordered)[0])
-                self._report(int(byte[first]), int(thread[first]), verb, int(self.writer[byte[first]]), "wrote")
+                at, column = (int(i[0]) for i in np.nonzero(unordered))
+                self._report(int(row[at]) * size + column, int(lanes[at]), verb, int(writer[at, column]), "wrote")
 
     def _report(self, byte: int, thread: int, verb: str, other: int, did: str) -> None:
         who = f"thread {other}" if other < self.lanes else f"the wgmma of warp {other - self.lanes}"
@@ -215,39 +256,44 @@ class ClusterRaceDetector:
         self.reads = [_Accesses(size, rank) for rank in range(len(self.clock.arrivals))]
 
     def read(self, by: int, lanes: Array, row: Array, size: int) -> None:
-        byte, thread = _bytes(lanes, row, size)
-        self._check(by, byte, thread, "reads", self.writes, "wrote")
-        self._note(self.reads[by], by, byte, thread)
+        self._check(by, lanes, row, size, "reads", self.writes, "wrote")
+        self._note(self.reads[by], by, lanes, row, size)
 
     def write(self, by: int, lanes: Array, row: Array, size: int) -> None:
-        byte, thread = _bytes(lanes, row, size)
-        self._check(by, byte, thread, "writes", self.writes, "wrote")
+        self._check(by, lanes, row, size, "writes", self.writes, "wrote")
         for reads in self.reads:
-            self._check(by, byte, thread, "writes", reads, "read")
-        self._note(self.writes, by, byte, thread)
+            self._check(by, lanes, row, size, "writes", reads, "read")
+        self._note(self.writes, by, lanes, row, size)
 
-    def _note(self, accesses: _Accesses, by: int, byte: Array, thread: Array) -> None:
-        phase = self.clock.arrivals[by, thread]
-        last = phase >= accesses.phase[byte]
-        byte, thread = byte[last], thread[last]
-        accesses.rank[byte] = by
-        accesses.phase[byte] = phase[last]
-        accesses.thread[byte] = by * self.races.threads + thread
-        accesses.time[byte] = self.races.now
+    def _note(self, accesses: _Accesses, by: int, lanes: Array, row: Array, size: int) -> None:
+        last = self.clock.arrivals[by, lanes][:, None] >= _rows(accesses.phase, size)[row]
+        if not last.all():  # some bytes have been accessed later than that
+            at, column = np.nonzero(last)
+            lanes, row, size = lanes[at], row[at] * size + column, 1
+        _rows(accesses.rank, size)[row] = by
+        _rows(accesses.phase, size)[row] = self.clock.arrivals[by, lanes][:, None]
+        _rows(accesses.thread, size)[row] = (by * self.races.threads + lanes)[:, None]
+        _rows(accesses.time, size)[row] = self.races.now
 
-    def _check(self, by: int, byte: Array, thread: Array, verb: str, accesses: _Accesses, did: str) -> None:
-        """The `accesses` of other blocks have to be known to `thread` of block `by`."""
-        rank, phase = accesses.rank[byte], accesses.phase[byte]
-        unordered = (rank != by) & (phase >= 0) & (self.clock.told[rank, self.clock.waits[by, thread]] <= phase)
+    def _check(
+        self, by: int, lanes: Array, row: Array, size: int, verb: str, accesses: _Accesses, did: str
+    ) -> None:
+        """The `accesses` of other blocks have to be known to `lanes` of block `by`."""
+        rank = _rows(accesses.rank, size)[row]
+        others = rank != by
+        if not others.any():
+            return
+        phase, waits = _rows(accesses.phase, size)[row], self.clock.waits[by, lanes][:, None]
+        unordered = others & (phase >= 0) & (self.clock.told[rank, waits] <= phase)
         if unordered.any():
-            seen = self.races.seen[by * self.races.threads + thread, accesses.thread[byte]]
-            unordered &= accesses.time[byte] > seen
+            seen = self.races.seen[(by * self.races.threads + lanes)[:, None], _rows(accesses.thread, size)[row]]
+            unordered &= _rows(accesses.time, size)[row] > seen
         if unordered.any():
-            first = int(np.flatnonzero(unordered)[0])
+            at, column = (int(i[0]) for i in np.nonzero(unordered))
             raise Fault(
-                f"race: {verb} byte {byte[first]} of the shared memory of block {self.rank} of the cluster, "
-                f"which block {rank[first]} {did}, without a cluster barrier between",
-                int(thread[first]),
+                f"race: {verb} byte {row[at] * size + column} of the shared memory of block {self.rank} of the "
+                f"cluster, which block {rank[at, column]} {did}, without a cluster barrier between",
+                int(lanes[at]),
             )
 
 
@@ -256,5 +302,6 @@ def bytes_of(row: Array, size: int) -> Array:
     return row[:, None] * size + np.arange(size)
 
 
-def _bytes(lanes: Array, row: Array, size: int) -> tuple[Array, Array]:
-    return bytes_of(row, size).ravel(), np.repeat(lanes, size)
+def _rows(of_bytes: Array, size: int) -> Array:
+    """What is known of bytes, as rows of `size` bytes: NumPy takes rows faster than as many bytes."""
+    return of_bytes.reshape(-1, size)

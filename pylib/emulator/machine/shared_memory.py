@@ -214,14 +214,14 @@ class SharedMemory:
         if self.cluster_races:
             self.cluster_races.read(self.rank, lanes, row, 16)
         if self.proxy:
-            self.proxy.begin_read(lanes, row, 16)
+            self.proxy.begin_read(lanes, row)
         return row, self.data.reshape(-1, 16)[row], empty.any(axis=1)
 
     def end_async_read(self, first: int, row: Array) -> None:
         if self.races:
             self.races.end_async_read(first, row, 16)
         if self.proxy:
-            self.proxy.end_read(row, 16)
+            self.proxy.end_read(row)
 
     def fence_proxy(self, lanes: Array) -> None:
         """fence.proxy.async."""
