@@ -22,7 +22,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
 from lowbit.passes.kernels.persistent.tile_order import Turn
-from lowbit.passes.kernels.registry import family_of, request
+from lowbit.passes.kernels.registry import FAMILIES, family_of, request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
@@ -104,6 +104,23 @@ def test_any_routing(name: str) -> None:
     assert is_right(MatmulSpec(4 * 48, 256, "u4", 64, experts=4), SMALL, ROUTINGS[name], 5)
 
 
+@pytest.mark.parametrize(
+    ("slots", "tokens", "blocks"), [(8, 16, 1), (64, 16, 2), (4096, 32, 2), (32768, 64, 2), (2**20, 128, 1)]
+)
+def test_tiles_grow_with_the_slots_of_an_expert(slots: int, tokens: int, blocks: int) -> None:
+    """Few tiles get a multiprocessor each."""
+    found = FAMILIES["experts_mma"].for_slots(MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128), slots, HOPPER)
+    assert (found.tokens, found.blocks_per_sm) == (tokens, blocks)
+
+
+def test_rounds_waste_no_columns() -> None:
+    """768 columns are three rounds of 256, not two of 512; of 2880, six of these are hardly more than are needed."""
+    sizes = {768: (128, 2), 2880: (128, 4)}
+    for k, panels in sizes.items():
+        found = FAMILIES["experts_mma"].for_slots(MatmulSpec(128 * 2048, k, "u4", 64, experts=128), 512, HOPPER)
+        assert (found.panel_k, found.num_stages) == panels
+
+
 CASES: list[tuple[dict[str, Any], ExpertsMmaSchedule]] = [
     ({"weight": "u4", "group_size": 32, "zeros": "int", "n": 3 * 128}, ExpertsMmaSchedule(32, 64, 2, row_blocks=2)),
     ({"weight": "i3", "group_size": 64, "n": 3 * 16, "bias": True, "out": "f32"}, SMALL),
@@ -114,6 +131,7 @@ CASES: list[tuple[dict[str, Any], ExpertsMmaSchedule]] = [
     ({"weight": "f4e2m1", "n": 3 * 48, "group_size": 16, "scale": "e4m3", "row_scales": True}, SMALL),
     ({"weight": "u4", "n": 3 * 64, "group_size": 32, "zeros": "offset", "scale": "u6", "bilevel": Bilevel()}, SMALL),
     ({"weight": "u3", "n": 3 * 48, "group_size": 16, "zeros": "float", "outliers": True}, SMALL),
+    ({"weight": "i4", "n": 3 * 144, "group_size": 64}, replace(SMALL, blocks_per_sm=2)),
     ({"weight": "u1", "n": 3 * 256, "group_size": 128, "k": 1152}, ExpertsMmaSchedule(128, 128, 2, row_blocks=2)),
 ]  # fmt: skip
 
@@ -166,6 +184,11 @@ def test_specs_that_are_none(choices: dict[str, Any], message: str) -> None:
         (MatmulSpec(192, 256, "u4", 64), SMALL, "for weights of several experts"),
         (MatmulSpec(192, 260, "u4", experts=4), SMALL, "copies x in whole 16-byte pieces"),
         (MatmulSpec(192, 256, "u4", 64, experts=4), replace(SMALL, row_blocks=2), "two warps cannot share tokens=16"),
+        (
+            MatmulSpec(192, 256, "u4", 64, experts=4),
+            ExpertsMmaSchedule(128, 128, 4, blocks_per_sm=2),
+            "blocks_per_sm=2 of .* bytes of shared memory each do not fit sm_80",
+        ),
     ],
 )
 def test_schedules_that_do_not_fit(spec: MatmulSpec, schedule: ExpertsMmaSchedule, message: str) -> None:

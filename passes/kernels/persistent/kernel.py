@@ -97,9 +97,18 @@ class Kernel:
         names = [slot.name for slot in spec.tensors] + ["x_scales"] * (spec.compute is not None)
         names += [*spec.call_inputs, *["workspace"] * plan.schedule.streams, "y"]
         kinds = plan.x.kinds | dict.fromkeys(names, "pointer") | {"m": "i32"}
-        grid, workspace = (f"sm_count / {cluster}", cluster, 1), plan.tiles.workspace_bytes
-        threads = plan.schedule.threads
-        self.p = Program("prefill", threads, grid, kinds, workspace, max_blocks=1, cluster=(1, cluster, 1))
+        resident = plan.schedule.resident
+        extent = f"sm_count / {cluster}" if resident == 1 else f"sm_count * {resident}"
+        self.p = Program(
+            "prefill",
+            plan.schedule.threads,
+            (extent, cluster, 1),
+            kinds,
+            plan.tiles.workspace_bytes,
+            resident,
+            (1, cluster, 1),
+            fits_blocks=resident > 1,
+        )
 
     def build(self) -> ir.Module:
         with self.p:

@@ -108,6 +108,11 @@ class PrefillSchedule(KernelSchedule):
         return 32 * WARPS
 
     @property
+    def resident(self) -> int:
+        """Blocks of a multiprocessor."""
+        return 1
+
+    @property
     def warps(self) -> tuple[int, int]:
         """Warps along the rows of a tile, and along its tokens."""
         return WARPS, 1

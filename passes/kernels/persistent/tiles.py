@@ -125,9 +125,14 @@ class Tiles:
         return max(self.rounds * s.split_k, self.slice.rounds * s.last_split_k if self.slice else 0)
 
     @property
+    def columns(self) -> int:
+        """Columns of all rounds, those beyond the last of the weight included."""
+        return self.all_rounds * self.round.step
+
+    @property
     def covers_columns(self) -> bool:
         """Tells whether all columns of all rounds are columns of the packed weight."""
-        return self.all_rounds * self.round.step == self.spec.packing.padded_k
+        return self.columns == self.spec.packing.padded_k
 
     @property
     def row_blocks(self) -> int:
