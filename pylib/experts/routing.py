@@ -25,6 +25,7 @@ class Routing:
     """The slots of tokens that are sorted by expert. Made by `route`.
 
     rows       i32 [slots]: the row of x that a slot reads
+    numbers    i32 [slots]: 0, 1 ...: the rows of what a matmul has written for every slot
     tiles      i32 [slots + 1, 3]: in row 0 how many token tiles there are, 0 and 0; then for each its expert, its first
                slot, and the slot before which it ends; zeros in rows without a tile
     slots      i64 [tokens, k]: the slot of each place of a token
@@ -32,6 +33,7 @@ class Routing:
     """
 
     rows: Tensor
+    numbers: Tensor
     tiles: Tensor
     slots: Tensor
     elsewhere: Tensor
@@ -54,7 +56,7 @@ def route(top_k_index: Tensor, experts: int, tile: int) -> Routing:
     slots = torch.empty_like(order).scatter_(0, order, slot.to(order.dtype))
     rows = order.div(max(k, 1), rounding_mode="floor").to(torch.int32)
     tiles = _tiles(by_expert, slot, experts, tile)
-    return Routing(rows, tiles, slots.view(tokens, k), (ids == experts).view(tokens, k))
+    return Routing(rows, slot, tiles, slots.view(tokens, k), (ids == experts).view(tokens, k))
 
 
 def _tiles(by_expert: Tensor, slot: Tensor, experts: int, tile: int) -> Tensor:

@@ -3,27 +3,38 @@
 transformers 5 keeps all experts of a layer in one module with two parameters of three dimensions, `gate_up_proj` and
 `down_proj`. Here each expert has a `LowbitLinear` for either, so that it is saved, moved and checked like any other.
 
-Which experts have tokens is known on the device alone. So a call asks for the numbers of tokens, waits for them, and
-runs the experts that have any. While a CUDA graph is recorded or torch.compile traces, nothing can be waited for, and
-every expert runs on every token: right, with static shapes, and slower the more experts there are.
+On a GPU one kernel serves all experts of a matrix: tokens are sorted by expert on the device, and the weights of the
+experts' layers are slices of one (`stacked_experts.py`). Nothing waits for the device, and a CUDA graph is right for
+any routing.
+
+Where that kernel does not serve (on a CPU, for gradients, for experts of several formats and some kinds of weights), a
+call asks for the numbers of tokens, waits for them, and runs the experts that have any. While a CUDA graph is recorded
+or torch.compile traces, nothing can be waited for, and every expert runs on every token: right, with static shapes,
+and slower the more experts there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Self, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.pylib.experts.routing import combine, route
 from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear, act_of
+from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
+from lowbit.pylib.operator.expert_schema import multiply
+from lowbit.pylib.operator.tracing import is_observed
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.runtime.expert_matmul import tile_for
 
 MATRICES = ("gate_up_proj", "down_proj")
 """The parameters of a dense module: [experts, rows, columns], or with columns first if it is transposed."""
@@ -38,6 +49,7 @@ class LowbitExperts(NoDense):
     """
 
     _dense = MATRICES
+    _stacked: Stacked | None  # what was made of the layers at the last call; None: they may be others now
 
     def __init__(self, dense: nn.Module, gate_up: Sequence[LowbitLinear], down: Sequence[LowbitLinear]) -> None:
         super().__init__()
@@ -49,6 +61,8 @@ class LowbitExperts(NoDense):
         self.gate_up = nn.ModuleList(gate_up)
         self.down = nn.ModuleList(down)
         self._group: Any = None  # the processes that have the parts of these experts
+        self._stacked = None
+        _alive.add(self)
         self.train(dense.training)
 
     @classmethod
@@ -81,17 +95,76 @@ class LowbitExperts(NoDense):
         return result
 
     def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        found = self._together(hidden_states)
+        if found is not None:
+            return self._sum_together(found, hidden_states, top_k_index, top_k_weights)
+        if is_compiling() or _is_capturing(hidden_states):
+            return self._sum_of_all(hidden_states, top_k_index, top_k_weights)
         result = torch.zeros_like(hidden_states)
-        if is_compiling() or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
-            for expert in range(len(self.gate_up)):
-                weight = torch.where(top_k_index == expert, top_k_weights, 0).sum(-1, keepdim=True)
-                term = self.expert(expert, hidden_states) * weight
-                result += torch.where(weight == 0, 0, term).to(result.dtype)  # an unwanted term may be inf
-            return result
         for expert, tokens, places in _tokens_of_experts(top_k_index, len(self.gate_up)):
             term = self.expert(expert, hidden_states[tokens]) * top_k_weights[tokens, places, None]
             result.index_add_(0, tokens, term.to(result.dtype))
         return result
+
+    def _sum_of_all(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns the sum with shapes that depend on no value: every expert runs on every token."""
+        result = torch.zeros_like(hidden_states)
+        for expert in range(len(self.gate_up)):
+            weight = torch.where(top_k_index == expert, top_k_weights, 0).sum(-1, keepdim=True)
+            term = self.expert(expert, hidden_states) * weight
+            result += torch.where(weight == 0, 0, term).to(result.dtype)  # an unwanted term may be inf
+        return result
+
+    def _sum_together(self, found: Stacked, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns the sum by one launch for the gate_up of all experts, and one for their down."""
+        dense: Any = self._dense_class
+        experts, (gate_up, down) = len(self.gate_up), found.matrices
+        tile = tile_for(found.tiles, top_k_index.shape[0] * top_k_index.shape[1], experts)
+        routing = route(top_k_index, experts, tile)
+        run = torch.ops.lowbit.expert_matmul if is_compiling() or is_observed() else multiply
+        h = run(x, routing.rows, routing.tiles, gate_up.tensors, gate_up.kernel, tile)
+        a = dense._apply_gate(self, h)
+        o = run(a, routing.numbers, routing.tiles, down.tensors, down.kernel, tile)
+        return combine(o, routing, top_k_weights).to(x.dtype)
+
+    def _together(self, x: Tensor) -> Stacked | None:
+        """Returns the stacked weights for a call, if a kernel for all experts serves it.
+
+        They are made outside of graphs, which would hold their memory; while torch.compile traces as well.
+        """
+        if x.ndim != 2 or (x.requires_grad and torch.is_grad_enabled()) or target_of(x.device) is None:
+            return None
+        if is_compiling():
+            _stack_all()
+        elif not self._is_stacked():
+            if _is_capturing(x):
+                return None
+            self._stack()
+        return self._stacked if self._stacked is not None and self._stacked.takes(x) else None
+
+    def _is_stacked(self) -> bool:
+        """Tells whether the layers are those that were stacked last."""
+        return self._stacked is not None and self._stacked.holds((self.gate_up, self.down))
+
+    def _stack(self) -> None:
+        self._stacked = stacked((self.gate_up, self.down))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._stacked = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Forget the stacked weights: the layers are loaded next, and may get other tensors."""
+        self._stacked = None
+        super()._load_from_state_dict(*arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy is made of, whose layers have other tensors."""
+        return {**self.__dict__, "_stacked": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _alive.add(self)
 
     def split_(self, index: int, count: int, group: Any) -> None:
         """Keep one of several parts of every expert, for tensor parallelism.
@@ -104,7 +177,7 @@ class LowbitExperts(NoDense):
             parts = [packed.shard(0, block * count + index, blocks * count) for block in range(blocks)]
             self.gate_up[expert] = concatenated([LowbitLinear.from_packed(part) for part in parts])
             cast(LowbitLinear, down).split_(1, index, count)
-        self._group = group
+        self._group, self._stacked = group, None
 
     def expert(self, expert: int, x: Tensor) -> Tensor:
         """Returns what one expert makes of tokens [..., hidden]."""
@@ -115,6 +188,27 @@ class LowbitExperts(NoDense):
         inside = ([getattr(layer, "base_layer", layer) for layer in layers] for layers in (self.gate_up, self.down))
         kinds = (" or ".join({str(layer.spec): None for layer in layers}) for layers in inside)  # in a LoRA, too
         return f"{len(self.gate_up)} experts of " + " and ".join(kinds)
+
+
+_alive: WeakSet[LowbitExperts] = WeakSet()
+
+
+@assume_constant_result
+def _stack_all() -> bool:
+    """Stacks the weights of all experts on GPUs, while torch.compile traces one of them: those of the others are next.
+
+    It takes no arguments, of which torch would ask that they are the same for every layer that shares a graph.
+    """
+    for experts in list(_alive):
+        codes = cast(LowbitLinear, experts.gate_up[0])._buffers.get("codes")
+        if codes is not None and target_of(codes.device) is not None and not experts._is_stacked():
+            experts._stack()
+    return True
+
+
+def _is_capturing(x: Tensor) -> bool:
+    """Tells whether a call with x is recorded in a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _tokens_of_experts(top_k_index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -125,6 +125,13 @@ class PackedModule(NoDense):
             return self.dequantize()
         return DenseWeight((self.spec.n, self.spec.k), self._act, self.codes.device, self.dequantize)
 
+    def share(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor of the same values, such as a slice of another, in place of the one of this name."""
+        self._buffers[name] = tensor
+        if name == "codes":
+            self._move_note()
+        self._forget()
+
     def _operands(self) -> tuple[list[Tensor], str]:
         """Returns what a graph holds of the weight and the matmul: tensors, and the matmul as text."""
         tensors = [getattr(self, name) for name in self._slots]

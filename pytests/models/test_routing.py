@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,7 @@ def test_rows_and_tiles_are_those_of_the_definition(problem: tuple[Ids, int, int
     found = route(torch.from_numpy(ids).to(dtype), experts, tile)
     rows, tiles = defined(ids, experts, tile)
     assert found.rows.tolist() == rows and found.tiles.tolist() == tiles
+    assert found.numbers.tolist() == list(range(len(rows)))
     assert found.rows.dtype is found.tiles.dtype is torch.int32 and found.tiles.is_contiguous()
 
 
@@ -128,7 +131,7 @@ def test_a_row_depends_on_no_other() -> None:
     whole = combine(o, routing, weights)
     for token in range(33):
         here = slice(token, token + 1)
-        alone = Routing(routing.rows, routing.tiles, routing.slots[here], routing.elsewhere[here])
+        alone = replace(routing, slots=routing.slots[here], elsewhere=routing.elsewhere[here])
         assert torch.equal(combine(o, alone, weights[here])[0], whole[token])
 
 

@@ -1,0 +1,165 @@
+"""The weights of a layer's experts as kernels take them: the tensors of all experts one after the other, in one.
+
+The experts' own layers keep their tensors, which become slices of these: a weight exists once, and whatever saves,
+moves or inspects one expert finds it where it was. When somebody has put other tensors in the layers' places, they are
+stacked again at the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.targets import parse_target
+from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.operator.schema import describe
+from lowbit.pylib.runtime.devices import target_at
+from lowbit.pylib.runtime.expert_matmul import expert_matmul, schedules, spec_of_experts
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.value_range import has_wide_range
+
+
+@dataclass(frozen=True, eq=False)
+class StackedWeights:
+    """The tensors of one matrix of all experts.
+
+    tensors   those of the spec of all experts, in its order
+    kernel    the matmul as text, for `torch.ops.lowbit.expert_matmul`
+    tiles     sizes of token tiles that there are kernels for
+    version   how often the codes had been written to
+    """
+
+    spec: MatmulSpec
+    tensors: list[Tensor]
+    kernel: str
+    tiles: tuple[int, ...]
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """What was found of the layers of experts.
+
+    matrices   the stacked weights of gate_up and down; none where a kernel for all experts does not serve them
+    tiles      sizes of token tiles that both have kernels for
+    codes      the codes of all layers, as they were then
+    """
+
+    matrices: tuple[StackedWeights, ...]
+    tiles: tuple[int, ...]
+    codes: list[Tensor | None]
+
+    def holds(self, lists: Sequence[nn.ModuleList]) -> bool:
+        """Tells whether the layers still have these codes, and nobody has written to them.
+
+        Raises PackError where somebody has, as a call of the layer would.
+        """
+        now = codes_of(lists)
+        if len(now) != len(self.codes) or not all(map(is_, now, self.codes)):
+            return False
+        return all(matrix.tensors[0]._version == matrix.version for matrix in self.matrices)
+
+    def takes(self, x: Tensor) -> bool:
+        """Tells whether there are kernels, for an x [tokens, hidden] of this type and size."""
+        if not self.matrices:
+            return False
+        spec = self.matrices[0].spec
+        return x.dtype is TORCH[spec.act] and x.shape[1] == spec.k and x.device == self.matrices[0].tensors[0].device
+
+
+def codes_of(lists: Sequence[nn.ModuleList]) -> list[Tensor | None]:
+    """Returns the codes of layers; None for those that are no low-bit layers, such as adapters, and for those with
+    hooks, which wait for calls."""
+    every = [layer for layers in lists for layer in layers._modules.values() if layer is not None]
+    return [
+        None if layer._forward_hooks or layer._forward_pre_hooks else layer._buffers.get("codes") for layer in every
+    ]
+
+
+def stacked(lists: Sequence[nn.ModuleList]) -> Stacked:
+    """Stacks the tensors of layers of experts, where a kernel serves all experts of each list together.
+
+    lists   gate_up and down of every expert
+    """
+    for layers in lists:
+        for layer in layers:
+            if isinstance(layer, LowbitLinear):
+                layer.check_unwritten()
+    served = None not in codes_of(lists) and all(_served(list(layers)) for layers in lists)
+    matrices = tuple(map(_stack, lists)) if served else ()
+    common = [tile for tile in matrices[0].tiles if tile in matrices[1].tiles] if matrices else []
+    return Stacked(matrices if common else (), tuple(common), codes_of(lists))
+
+
+def target_of(device: torch.device) -> str | None:
+    """Returns the target for experts on a device; None where a kernel for all of them is nothing that there is."""
+    return target_at(device.index) if device.type == "cuda" else None
+
+
+def _served(layers: list[nn.Module]) -> bool:
+    """Tells whether one kernel can multiply by all of these layers."""
+    if not all(type(layer) is LowbitLinear and "forward" not in vars(layer) for layer in layers):
+        return False  # adapters; or hooks of accelerate
+    plain = cast(list[LowbitLinear], layers)
+    first, target = plain[0], target_of(plain[0].codes.device)
+    alike = all(layer.spec is first.spec and layer.codes.device == first.codes.device for layer in plain)
+    if target is None or not alike or len(plain) == 1 or any(map(_has_wide_range, plain)):
+        return False
+    try:
+        spec = spec_of_experts(first.spec, len(plain))
+        return _is_cut_in_experts(spec, first.spec) and bool(schedules(spec, parse_target(target)))
+    except SpecError:
+        return False
+
+
+def _is_cut_in_experts(spec: MatmulSpec, one: MatmulSpec) -> bool:
+    """Tells whether every tensor of a weight of experts has those of one expert behind each other, as those of sparse
+    outliers are not."""
+    shapes = ((slot.shape[0] // spec.experts, *slot.shape[1:]) for slot in spec.tensors)
+    return all(slot.shape[0] > 0 and slot.shape == shape for slot, shape in zip(one.tensors, shapes))
+
+
+def _has_wide_range(layer: LowbitLinear) -> bool:
+    """Tells whether kernels must not round a layer's weight; looked at while torch.compile traces, too, when a
+    `PackedWeight` would not be."""
+    return (
+        has_wide_range(layer.spec, {slot.name: getattr(layer, slot.name) for slot in layer.spec.tensors}) is not False
+    )
+
+
+def _stack(layers: nn.ModuleList) -> StackedWeights:
+    plain = cast(list[LowbitLinear], list(layers))
+    spec = spec_of_experts(plain[0].spec, len(plain))
+    target = parse_target(cast(str, target_of(plain[0].codes.device)))
+    with torch.inference_mode(False), torch.no_grad():
+        tensors = [_stack_tensor(plain, slot.name) for slot in plain[0].spec.tensors]
+    tiles = expert_matmul(spec, target).tiles
+    return StackedWeights(spec, tensors, describe(spec, target, None), tiles, tensors[0]._version)
+
+
+def _stack_tensor(layers: Sequence[LowbitLinear], name: str) -> Tensor:
+    """Returns one tensor of those of this name, which become slices of it."""
+    parts = [cast(Tensor, getattr(layer, name)) for layer in layers]
+    if _follow_one_another(parts):
+        whole = parts[0].as_strided((len(parts) * len(parts[0]), *parts[0].shape[1:]), parts[0].stride())
+    else:
+        whole = torch.cat(parts)
+        for layer, part in zip(layers, whole.chunk(len(parts))):
+            layer.share(name, part)
+    whole._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]  # graphs need no copy of it
+    return whole
+
+
+def _follow_one_another(parts: Sequence[Tensor]) -> bool:
+    """Tells whether tensors are slices of one, in their order."""
+    first = parts[0].data_ptr()
+    if len({part.untyped_storage().data_ptr() for part in parts}) != 1 or parts[0].is_inference():
+        return False
+    return all(part.is_contiguous() and part.data_ptr() == first + i * part.nbytes for i, part in enumerate(parts))

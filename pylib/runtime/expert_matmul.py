@@ -1,0 +1,175 @@
+"""Multiplies the slots of tokens by the weights of their experts, in one launch for all: `ExpertMatmul`.
+
+A spec with `experts` has the weights of all of them, one after the other. Which slots an expert has stands in device
+memory (`pylib.experts.routing`), and a launch reads it there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.signature import WORKSPACE
+from lowbit.dialect.spec import MatmulSpec, interned
+from lowbit.passes.kernels.experts_mma.family import ExpertsMma
+from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
+from lowbit.passes.kernels.registry import request
+from lowbit.passes.target import Target
+from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.runtime.driver import Function, allocate, current_stream
+from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
+from lowbit.pylib.runtime.interface import argument_order, check_x_on_cpu, memory_of, unwritten
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.tensor_checks import address_of
+
+if TYPE_CHECKING:
+    from lowbit.pylib.emulator import Emulator
+
+_FAMILY = ExpertsMma()
+
+
+def spec_of_experts(spec: MatmulSpec, experts: int) -> MatmulSpec:
+    """Returns the spec of the weights of several experts, of that of one. Raises SpecError if there is none."""
+    return interned(replace(spec, n=experts * spec.n, experts=experts))
+
+
+def tile_for(tiles: Sequence[int], slots: int, experts: int) -> int:
+    """Returns which of the token tiles to cut so many slots into: the least that holds twice the mean of an expert's,
+    so that few experts have a second one; for more slots the largest."""
+    return next((tile for tile in tiles if tile * experts >= 2 * slots), tiles[-1])
+
+
+def schedules(spec: MatmulSpec, target: Target) -> dict[int, ExpertsMmaSchedule]:
+    """Returns the schedule of each size of token tiles that has one, the least first.
+
+    Raises SpecError for a spec or a target without any; it says why.
+    """
+    found = {tile: _FAMILY.candidates(spec, tile, target)[0] for tile in _FAMILY.token_tiles(spec, target)}
+    if not found:
+        _FAMILY.check(spec, ExpertsMmaSchedule(), target)
+        raise SpecError(f"no kernel multiplies by ({spec}) on {target}; take a matmul per expert")
+    return found
+
+
+@lru_cache(maxsize=None)
+def expert_matmul(spec: MatmulSpec, target: Target) -> ExpertMatmul:
+    """Returns the matmul of a spec with several experts on a GPU or in the emulator: one for all layers.
+
+    Raises SpecError for a spec that the kernels do not serve, and for a target that is no GPU.
+    """
+    if not target.is_gpu:
+        given = f"experts={spec.experts} are multiplied together on GPUs, not on {target}"
+        raise SpecError(f"{given}; take a matmul per expert")
+    return (CudaExpertMatmul if target.kind == "cuda" else EmulatorExpertMatmul)(spec, target)
+
+
+class ExpertMatmul:
+    """One launch for all experts. Kernels are compiled when their token tile is first needed. Safe to call from any
+    thread.
+
+    tiles   sizes of token tiles that there are kernels for, the least first
+    """
+
+    def __init__(self, spec: MatmulSpec, target: Target) -> None:
+        self._spec, self._target = spec, target
+        self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
+        self._schedules = schedules(spec, target)
+        self.tiles = tuple(self._schedules)
+        self._artifacts: dict[int, Artifact] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
+        """Returns y [slots, n / experts]. Rows of slots in no token tile are not written.
+
+        x       [rows, k] in the act type
+        rows    i32 [slots]: the row of x of each slot
+        tiles   i32 [slots + 1, 3]: the table of token tiles (`Routing.tiles`)
+        weight  the tensors of the spec, in their order
+        tile    the most slots of a token tile, one of `self.tiles`
+        """
+        self._check(x, tile)
+        if x.data_ptr() % 16 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+        return self._run(x, rows, tiles, weight, tile)
+
+    def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
+        raise NotImplementedError
+
+    def _check(self, x: Tensor, tile: int) -> None:
+        """Raises SpecError for an x that does not fit, and for a token tile without a kernel."""
+        if x.dtype is not self._act or x.ndim != 2 or x.shape[1] != self._spec.k:
+            wanted = f"{self._act} [rows, k={self._spec.k}]"
+            raise SpecError(f"x must be {wanted}, not {x.dtype} {list(x.shape)}")
+        if tile not in self._schedules:
+            raise SpecError(f"tile={tile} must be one of {', '.join(map(str, self.tiles))}, which have kernels")
+
+    def _artifact(self, tile: int) -> Artifact:
+        with self._lock:
+            if tile not in self._artifacts:
+                made = request(self._spec, self._target, self._schedules[tile])
+                sizes = f"{self._spec.experts}x{self._spec.outputs}x{self._spec.k}_{tile}"
+                self._artifacts[tile] = load(made, f"experts_{self._spec.weight}_{sizes}_{self._target.arch}")
+            return self._artifacts[tile]
+
+
+class CudaExpertMatmul(ExpertMatmul):
+    """On NVIDIA GPUs, on the current stream."""
+
+    def __init__(self, spec: MatmulSpec, target: Target) -> None:
+        super().__init__(spec, target)
+        self._functions: dict[tuple[int, int], Function] = {}  # (device, token tile)
+
+    def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
+        device, m, n = x.get_device(), len(rows), self._spec.outputs
+        function = self._functions.get((device, tile)) or self._load(device, tile)
+        with torch.cuda.device(device):
+            y = allocate((m, n), (n, 1), self._out)
+            if m:
+                settled = is_settled(weight[0])  # the weight is read ahead of the launch's turn in the stream
+                addresses = (each.data_ptr() for each in (*weight, rows, tiles))
+                function(current_stream(device), settled, address_of(x), y.data_ptr(), m, *addresses)
+        return y
+
+    def _load(self, device: int, tile: int) -> Function:
+        check_device(self._target, device)
+        artifact = self._artifact(tile)
+        with self._lock:
+            found = self._functions.get((device, tile))
+            found = found or load_function(artifact, self._target, device, argument_order(self._spec))
+            self._functions[device, tile] = found
+        return found
+
+
+class EmulatorExpertMatmul(ExpertMatmul):
+    """In the emulator, on CPU tensors."""
+
+    def __init__(self, spec: MatmulSpec, target: Target) -> None:
+        super().__init__(spec, target)
+        self._emulators: dict[int, Emulator] = {}
+
+    def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
+        check_x_on_cpu(self._target.name, x, rows, tiles, *weight)
+        y = unwritten((len(rows), self._spec.outputs), self._out)
+        if len(rows):
+            launch = self._artifact(tile).launch
+            named = dict(zip(self._spec.call_operands, (*weight, rows, tiles))) | {"x": x, "y": y}
+            values: dict[str, object] = {name: memory_of(tensor) for name, tensor in named.items()}
+            values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": len(rows)}
+            self._emulator(tile).run(launch, values)
+        return y
+
+    def _emulator(self, tile: int) -> Emulator:
+        from lowbit.pylib.emulator import Emulator
+
+        with self._lock:
+            found = self._emulators.get(tile) or Emulator(self._artifact(tile).ptx)
+            self._emulators[tile] = found
+        return found

@@ -1,0 +1,369 @@
+"""`LowbitExperts` by one kernel for all experts of a matrix: in the emulator, and on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit
+from lowbit import LowbitExperts, LowbitLinear, PackError, QuantConfig, SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.targets import parse_target
+from lowbit.pylib.experts.routing import route
+from lowbit.pylib.nn import experts as experts_module
+from lowbit.pylib.nn import stacked_experts
+from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts, tile_for
+
+transformers = pytest.importorskip("transformers")
+
+HIDDEN, WIDTH, EXPERTS = 64, 48, 5
+U4 = QuantConfig("u4", 16, clip="max")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+"""Where the kernel runs: in the emulator, or on a GPU."""
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    return Qwen3MoeExperts(
+        transformers.Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_experts=EXPERTS)
+    )
+
+
+def mixtral() -> nn.Module:
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    return MixtralExperts(
+        transformers.MixtralConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS)
+    )
+
+
+def gpt_oss() -> nn.Module:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    return GptOssExperts(
+        transformers.GptOssConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS)
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"qwen3-moe": qwen3_moe, "mixtral": mixtral, "gpt-oss": gpt_oss}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers on the CPU run in the emulator."""
+
+    def target_of(device: torch.device) -> str | None:
+        return on_gpu(device) if device.type == "cuda" else "emulator:sm_80"
+
+    on_gpu = stacked_experts.target_of
+    for module in (stacked_experts, experts_module):
+        monkeypatch.setattr(module, "target_of", target_of)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def quantized(name: str = "qwen3-moe", config: Any = U4, device: str = "cpu") -> LowbitExperts:
+    """Experts with random weights and biases."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": MODELS[name]().to(torch.bfloat16)})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    lowbit.quantize_(model, config, progress=False)
+    found = model["experts"]
+    assert isinstance(found, LowbitExperts)
+    return found.to(device)
+
+
+def call_of(tokens: int, k: int = 2, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids and weights of tokens; some ids are of no expert, and some are twice in a token."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    ids = torch.randint(-1, EXPERTS + 1, (tokens, k), generator=generator)
+    return x.to(device), ids.to(device), torch.rand(tokens, k, generator=generator).to(device)
+
+
+def defined(experts: LowbitExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The sum of each token's experts in f64; what an expert's gate makes is rounded to the type of x."""
+    dense: Any = experts._dense_class
+    result = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    matrices = [[_dense(layer) for layer in layers] for layers in (experts.gate_up, experts.down)]
+    for (token, place), expert in ((at, int(ids[at])) for at in map(tuple, torch.ones_like(ids).nonzero().tolist())):
+        if 0 <= expert < EXPERTS:
+            (gate_up, first), (down, second) = (matrix[expert] for matrix in matrices)
+            a = dense._apply_gate(experts, (gate_up @ x[token].double().cpu() + first)[None])[0]
+            result[token] += weights[token, place].double().cpu() * (down @ a.to(x.dtype).double() + second)
+    return result
+
+
+def _dense(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    assert isinstance(layer, LowbitLinear)
+    weight = layer.packed.dequantize().double().cpu()
+    return weight, torch.zeros(len(weight)).double() if layer.bias is None else layer.bias.double().cpu()
+
+
+def assert_right(found: Tensor, expected: Tensor) -> None:
+    error, size = (found.double().cpu() - expected).abs().max(), expected.abs().max()
+    assert found.shape == expected.shape and float(error) <= 0.015 * float(size)
+
+
+def is_served(experts: LowbitExperts) -> bool:
+    """Whether the last call ran all experts together."""
+    return experts._stacked is not None and bool(experts._stacked.matrices)
+
+
+# -- what is computed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sum_is_that_of_the_definition(name: str, tokens: int, device: str) -> None:
+    experts, call = quantized(name, device=device), call_of(tokens, device=device)
+    found = experts(*call)
+    assert is_served(experts) and found.dtype is torch.bfloat16
+    if tokens:
+        assert_right(found, defined(experts, *call))
+
+
+CONFIGS = {
+    "zeros": QuantConfig("u4", 16, zeros="int", clip="max"),
+    "offsets": QuantConfig("u3", 16, zeros="float", clip="max"),
+    "table": QuantConfig("nf4", 16, clip="max"),
+    "float": QuantConfig("f6e3m2", None, clip="max"),
+    "byte": QuantConfig("i8", 16, clip="max"),
+    "power-of-two": QuantConfig("f4e2m1", 16, scale="e8m0", clip="max"),
+    "two-levels": QuantConfig.preset("nvfp4"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_kind_of_weight(config: str, device: str) -> None:
+    experts, call = quantized("gpt-oss", CONFIGS[config], device), call_of(5, device=device)
+    found = experts(*call)
+    assert is_served(experts)
+    assert_right(found, defined(experts, *call))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("expert", [0, EXPERTS - 1, EXPERTS, -1])
+def test_all_tokens_to_one_expert(expert: int, device: str) -> None:
+    """Which has several token tiles then, and the others have none; or no expert at all has a token."""
+    experts, (x, ids, weights) = quantized(device=device), call_of(23, device=device)
+    ids.fill_(expert)
+    assert_right(experts(x, ids, weights), defined(experts, x, ids, weights))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_finite_stays_in_its_token(device: str) -> None:
+    experts, (x, ids, weights) = quantized(device=device), call_of(9, device=device)
+    ids.clamp_(0, EXPERTS - 1)
+    expected = experts(x, ids, weights)
+    x[4] = torch.nan
+    x[7, 3] = torch.inf
+    found, others = experts(x, ids, weights), [token for token in range(9) if token not in (4, 7)]
+    assert torch.equal(found[others], expected[others])
+    assert found[4].isnan().all() and not found[7].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_alone_has_the_result_that_it_has_among_others(device: str) -> None:
+    experts, (x, ids, weights) = quantized(device=device), call_of(40, device=device)
+    whole = experts(x, ids, weights)
+    for token in (0, 17, 39):
+        here = slice(token, token + 1)
+        assert torch.equal(experts(x[here], ids[here], weights[here])[0], whole[token])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device: str) -> None:
+    """The weights are stacked while torch.compile traces the first call."""
+    experts = quantized(device=device)
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager" if device == "cpu" else "inductor")
+    for tokens in (3, 6):
+        call = call_of(tokens, device=device)
+        found = compiled(*call)
+        assert is_served(experts)
+        assert_right(found, defined(experts, *call))
+        torch.testing.assert_close(found, experts(*call), rtol=0.02, atol=0.02 * float(found.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 65, 513])
+def test_a_graph_is_right_for_any_routing(tokens: int) -> None:
+    experts, (x, ids, weights) = quantized(device="cuda"), call_of(tokens, device="cuda")
+    eager = experts(x, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = experts(x, ids, weights)
+    graph.replay()
+    assert torch.equal(y, eager)
+    for seed in range(1, 6):
+        for tensor, new in zip((x, ids, weights), call_of(tokens, device="cuda", seed=seed)):
+            tensor.copy_(new if seed < 5 else torch.ones_like(new))  # all tokens to one expert at the end
+        graph.replay()
+        assert torch.equal(y, experts(x, ids, weights))
+        assert_right(y, defined(experts, x, ids, weights))
+
+
+@pytest.mark.gpu
+def test_a_call_waits_for_nothing() -> None:
+    experts, call = quantized(device="cuda"), call_of(9, device="cuda")
+    experts(*call)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        experts(*call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# -- one weight
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_are_slices_of_one_weight(device: str) -> None:
+    experts, call = quantized("gpt-oss", device=device), call_of(3, device=device)
+    before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    experts(*call)
+    after = experts.state_dict()
+    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    for layers in (experts.gate_up, experts.down):
+        first = layers[0]
+        assert isinstance(first, LowbitLinear)
+        for slot in first.spec.tensors:
+            storages = {getattr(layer, slot.name).untyped_storage().data_ptr() for layer in layers}
+            assert len(storages) == 1, slot.name
+    found = experts._stacked
+    experts(*call)
+    assert experts._stacked is found  # nothing was stacked again
+
+
+def _copied(experts: LowbitExperts) -> LowbitExperts:
+    return copy.deepcopy(experts)
+
+
+def _loaded(experts: LowbitExperts, assign: bool = False) -> LowbitExperts:
+    """Others of the same specs, which are stacked before the weights are loaded."""
+    state = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    specs = [layer.spec for layer in (experts.gate_up[0], experts.down[0]) if isinstance(layer, LowbitLinear)]
+    other = LowbitExperts.empty_like(MODELS["qwen3-moe"](), specs)
+    other(*call_of(3))
+    other.load_state_dict(state, assign=assign)
+    return other
+
+
+def _assigned(experts: LowbitExperts) -> LowbitExperts:
+    return _loaded(experts, assign=True)
+
+
+def _held(experts: LowbitExperts) -> LowbitExperts:
+    """Another weight in place of one expert's."""
+    first, second = experts.down[1], experts.down[2]
+    assert isinstance(first, LowbitLinear) and isinstance(second, LowbitLinear)
+    first.hold(second.packed)
+    return experts
+
+
+def _replaced(experts: LowbitExperts) -> LowbitExperts:
+    """Another layer in place of one expert's."""
+    experts.down[1] = experts.down[2]
+    return experts
+
+
+@pytest.mark.parametrize("change", [_copied, _loaded, _assigned, _held, _replaced])
+def test_other_tensors_are_noticed(change: Callable[[LowbitExperts], LowbitExperts]) -> None:
+    experts, call = quantized(), call_of(8)
+    experts(*call)
+    changed = change(experts)
+    for _ in range(2):
+        assert_right(changed(*call), defined(changed, *call))
+        assert is_served(changed)
+
+
+def test_codes_that_were_written_to_are_refused() -> None:
+    experts, call = quantized(), call_of(3)
+    experts(*call)
+    experts.gate_up[2].get_buffer("codes").add_(1)
+    with pytest.raises(PackError, match="written to"):
+        experts(*call)
+
+
+# -- what is not served
+
+
+def _of_two_formats(experts: LowbitExperts) -> None:
+    experts.down[1] = quantized(config=QuantConfig("u5", 16, clip="max")).down[1]
+
+
+def _hooked(experts: LowbitExperts) -> None:
+    experts.gate_up[0].register_forward_hook(lambda *_: None)
+
+
+def _wrapped(experts: LowbitExperts) -> None:
+    experts.gate_up[0] = nn.Sequential(experts.gate_up[0])
+
+
+@pytest.mark.parametrize("change", [_of_two_formats, _hooked, _wrapped])
+def test_other_experts_run_one_by_one(change: Callable[[LowbitExperts], None]) -> None:
+    experts, call = quantized(), call_of(6)
+    call[1].remainder_(EXPERTS)
+    expected = experts(*call) if change is not _of_two_formats else None
+    change(experts)
+    found = experts(*call)
+    assert not is_served(experts)
+    if expected is not None:
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(found.abs().max()))
+
+
+def test_gradients_go_through_each_expert() -> None:
+    experts, (x, ids, weights) = quantized(), call_of(6)
+    ids.remainder_(EXPERTS)
+    with torch.enable_grad():
+        experts(x.requires_grad_(), ids, weights).sum().backward()
+    assert x.grad is not None and x.grad.any() and experts._stacked is None
+
+
+# -- the matmul of experts
+
+
+@pytest.mark.parametrize(("slots", "tile"), [(1, 16), (32, 16), (33, 32), (64, 32), (65, 64), (1000, 64)])
+def test_a_token_tile_holds_twice_the_mean(slots: int, tile: int) -> None:
+    assert tile_for((16, 32, 64), slots, experts=4) == tile
+
+
+def matmul_of_experts() -> Any:
+    spec = spec_of_experts(MatmulSpec(32, 64, "u4", 32, act="bf16"), 3)
+    return expert_matmul(spec, parse_target("emulator:sm_80"))
+
+
+@pytest.mark.parametrize(
+    ("x", "tile", "message"),
+    [
+        (torch.zeros(2, 64), 16, r"x must be torch.bfloat16 \[rows, k=64\], not torch.float32 \[2, 64\]"),
+        (torch.zeros(2, 32).bfloat16(), 16, r"not torch.bfloat16 \[2, 32\]"),
+        (torch.zeros(2, 64).bfloat16(), 17, "tile=17 must be one of 16, 32"),
+    ],
+)
+def test_call_that_does_not_fit(x: Tensor, tile: int, message: str) -> None:
+    routing = route(torch.zeros(2, 1, dtype=torch.int64), 3, 16)
+    with pytest.raises(SpecError, match=message):
+        matmul_of_experts()(x, routing.rows, routing.tiles, [], tile)
+
+
+def test_specs_that_no_kernel_serves() -> None:
+    spec = spec_of_experts(MatmulSpec(32, 64, "u4", 32), 3)
+    with pytest.raises(SpecError, match="experts=3 are multiplied together on GPUs, not on cpu"):
+        expert_matmul(spec, parse_target("cpu"))
+    with pytest.raises(SpecError, match="needs n=72"):
+        spec_of_experts(replace(spec, n=24, experts=1), 3)
