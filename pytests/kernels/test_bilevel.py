@@ -22,8 +22,8 @@ from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.kernels.streaming.group_scales import GroupScales
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
+from lowbit.passes.kernels.scales.group_scales import GroupScales
 from lowbit.passes.kernels.streaming.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.kernels.streaming.steps import Steps
@@ -226,16 +226,16 @@ def _without(slot: str) -> Any:
 MUTATIONS = {
     "second level of scales and offsets exchanged": (Q4_K, GroupScales, "_of_blocks", _exchanged("offset")),
     "second level of scales and zeros exchanged": (SPQR, GroupScales, "_of_blocks", _exchanged("zero")),
-    "codes of scales and zeros exchanged": (SPQR, ScalesZeros, "two_level", lambda right: lambda self, slot, *r: right(
-        self, replace(slot, bit=3 - slot.bit), *r)),
+    "codes of scales and zeros exchanged": (SPQR, ScaleConversion, "two_level", lambda right: lambda self, slot,
+        *r: right(self, replace(slot, bit=3 - slot.bit), *r)),
     "second level of the block before": (Q4_K, Steps, "per_block", _twice),
-    "offset of scales dropped": (TABLE, ScalesZeros, "two_level", _without("scale_offsets")),
+    "offset of scales dropped": (TABLE, ScaleConversion, "two_level", _without("scale_offsets")),
     "table of scales forgotten": (TABLE, Program, "lookup_bytes", lambda right: lambda self, places, table: self.cast(
         places, "f32", "unsigned")),
-    "scale of scales dropped": (Q6_K, ScalesZeros, "two_level", _without("scale_scales")),
-    "zero of scales dropped": (SPQR, ScalesZeros, "two_level", _without("scale_zeros")),
-    "zero of zeros dropped": (SPQR, ScalesZeros, "two_level", _without("zero_zeros")),
-    "least code forgotten": (Q3_K, ScalesZeros, "two_level", lambda right: lambda self, slot, tile, of_block: right(
+    "scale of scales dropped": (Q6_K, ScaleConversion, "two_level", _without("scale_scales")),
+    "zero of scales dropped": (SPQR, ScaleConversion, "two_level", _without("scale_zeros")),
+    "zero of zeros dropped": (SPQR, ScaleConversion, "two_level", _without("zero_zeros")),
+    "least code forgotten": (Q3_K, ScaleConversion, "two_level", lambda right: lambda self, slot, tile, of_block: right(
         self, replace(slot, code="u6"), tile, of_block)),
 }  # fmt: skip
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
 from lowbit.passes.kernels.persistent.tile_order import Turn
-from lowbit.passes.kernels.registry import FAMILIES, family_of, request
+from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
@@ -109,7 +110,7 @@ def test_any_routing(name: str) -> None:
 )
 def test_tiles_grow_with_the_slots_of_an_expert(slots: int, tokens: int, blocks: int) -> None:
     """Few tiles get a multiprocessor each."""
-    found = FAMILIES["experts_mma"].for_slots(MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128), slots, HOPPER)
+    found = ExpertsMma().for_slots(MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128), slots, HOPPER)
     assert (found.tokens, found.blocks_per_sm) == (tokens, blocks)
 
 
@@ -117,7 +118,7 @@ def test_rounds_waste_no_columns() -> None:
     """768 columns are three rounds of 256, not two of 512; of 2880, six of these are hardly more than are needed."""
     sizes = {768: (128, 2), 2880: (128, 4)}
     for k, panels in sizes.items():
-        found = FAMILIES["experts_mma"].for_slots(MatmulSpec(128 * 2048, k, "u4", 64, experts=128), 512, HOPPER)
+        found = ExpertsMma().for_slots(MatmulSpec(128 * 2048, k, "u4", 64, experts=128), 512, HOPPER)
         assert (found.panel_k, found.num_stages) == panels
 
 

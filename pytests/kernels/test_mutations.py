@@ -24,8 +24,8 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.epilogue import Epilogue
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.kernels.streaming.scales import Scales
+from lowbit.passes.kernels.scales.block_scales import Scales
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
 from lowbit.passes.kernels.streaming.steps import Steps
 from lowbit.passes.lowering import emit, lower_dequant
 from lowbit.passes.lowering import mma as lower_mma
@@ -178,13 +178,13 @@ WRONG_NUMBERS = [
     Mutation("exponent off by one", F8, lower_dequant, "float_places", with_fields(factor=lambda x: 2 * x)),
     Mutation("nan lost", F8, lower_dequant, "float_places", with_fields(unit=lambda _: 0)),
     Mutation("table entry lost", NF4, lower_table, "words", lambda right: lambda *a: [*right(*a)[:-1], 0]),
-    Mutation("scale dropped", NF4, ScalesZeros, "as_f32", constant(0.25)),
-    Mutation("power of two dropped", F6, ScalesZeros, "with_exponent", lambda right: lambda self, scale: scale),
-    Mutation("zero dropped", U4, ScalesZeros, "minus_zero", constant(0.0)),
+    Mutation("scale dropped", NF4, ScaleConversion, "as_f32", constant(0.25)),
+    Mutation("power of two dropped", F6, ScaleConversion, "with_exponent", lambda right: lambda self, scale: scale),
+    Mutation("zero dropped", U4, ScaleConversion, "minus_zero", constant(0.0)),
     Mutation("offset dropped", OFFSET, Scales, "offset", lambda right: lambda self, s, load: self.p.mul(s, 0.0)),
     Mutation("scale and offset exchanged", OFFSET, Scales, "of_group", exchanged("scales", "offsets")),
     Mutation("offset of the next group", OFFSET, Scales, "of_group", of_next_group("offsets")),
-    Mutation("offset of codes lost", I4_OFFSET, ScalesZeros, "with_code_offset", lambda right: lambda self, o, s: o),
+    Mutation("offset of codes lost", I4_OFFSET, ScaleConversion, "with_code_offset", lambda right: lambda _, o, s: o),
     Mutation("scale of rows dropped", OFFSET, Epilogue, "per_row", constant_per_row(1.0)),
     Mutation("sum of x lost", FLOAT, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),
     Mutation("zeros of groups exchanged", U4, Program, "decode", with_argument(5, lambda shifts: shifts[::-1])),

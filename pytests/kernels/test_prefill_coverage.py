@@ -16,7 +16,8 @@ from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
-from lowbit.passes.builder import Program
+from lowbit.dialect.weight import TensorSlot
+from lowbit.passes.builder import Program, Tile
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.outliers import Outliers
 from lowbit.passes.kernels.persistent.panels import BoxPanels
@@ -26,7 +27,7 @@ from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.persistent.wgmma import WgmmaMultiplier
 from lowbit.passes.kernels.prefill.family import Prefill
 from lowbit.passes.kernels.registry import request
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.pylib.reference import matmul, random_inputs
 
@@ -201,7 +202,10 @@ def test_outliers_of_the_panel_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_second_level_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScalesZeros, "two_level", lambda self, slot, tile, of_block: self.as_f32(tile, slot.storage))
+    def first_level(self: ScaleConversion, slot: TensorSlot, tile: Tile, of_block: Any) -> Tile:
+        return self.as_f32(tile, slot.storage)
+
+    monkeypatch.setattr(ScaleConversion, "two_level", first_level)
     assert not mutated(CODED)
 
 

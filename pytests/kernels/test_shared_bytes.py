@@ -25,7 +25,7 @@ from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import family_of, request
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.targets import parse_target
 from lowbit.pylib import reference
@@ -169,7 +169,7 @@ def _wide(right: Any) -> Any:
 @pytest.mark.parametrize("spec", [Q2_K, SPQR], ids=["q2_k", "spqr"])
 @pytest.mark.parametrize("wrong", [_exchanged, _wide])
 def test_bits_read_wrongly(spec: MatmulSpec, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScalesZeros, "two_level", wrong(ScalesZeros.two_level))
+    monkeypatch.setattr(ScaleConversion, "two_level", wrong(ScaleConversion.two_level))
     problem = every_pair(spec, 2)
     y = run_matmul(compile_kernel(request(spec, parse_target("sm_80"), Schedule(8, 1, 1, 1, 256, 1))), spec, problem)
     assert not matmul_is_right(y, spec, problem)

@@ -15,12 +15,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.scales.step_scales import StepScales
 from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm
 from lowbit.passes.kernels.streaming.legality import check_schedule
 from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.kernels.streaming.scaling import Scaling
 from lowbit.passes.kernels.streaming.spread import SpreadScaling
-from lowbit.passes.kernels.streaming.step_scales import StepScales
 from lowbit.passes.lowering import mma
 from lowbit.pylib import reference
 

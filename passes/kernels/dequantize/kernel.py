@@ -20,7 +20,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
 
 _WARPS = (4, 2, 1)
 
@@ -68,7 +68,7 @@ def _scaled(
 ) -> Tile:
     """Returns s * (number - z) or s * number + o in f32. With an offset the product is rounded before the sum, not
     fused: what `PackedWeight.dequantize` gives."""
-    packing, convert = spec.packing, ScalesZeros(p, spec)
+    packing, convert = spec.packing, ScaleConversion(p, spec)
     rows = numbers.layout.reduce((2,))
 
     def table(name: str) -> Tile:

@@ -20,8 +20,8 @@ from lowbit.passes.kernels.persistent.fragments import Fragments
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
 from lowbit.passes.kernels.scales.round_scales import RoundScales
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
 
 
 class WeightBytes(Protocol):
@@ -53,7 +53,7 @@ class PlainBytes:
 
     def __init__(self, p: Program, plan: BytesPlan[PrefillSchedule], codes: Codes, scales: RoundScales) -> None:
         self.p, self.plan, self.spec, self._codes, self._scales = p, plan, plan.spec, codes, scales
-        self._convert = ScalesZeros(p, plan.spec, power=byte_exponent(plan.spec.dtype, plan.spec.byte_type))
+        self._convert = ScaleConversion(p, plan.spec, power=byte_exponent(plan.spec.dtype, plan.spec.byte_type))
         rows, piece = plan.base.tiles.rows, plan.base.round.piece
         self._codes_layout = rows.local(1, piece // BLOCK_K) * MMA_M16N8K16_A
         self._layout = rows.local(1, piece // SUM_COLUMNS) * MMA_M16N8K32_A

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 TILES: tuple[int, ...] = ExpertsMmaSchedule.allowed["tokens"]
 _TILES = ((16, 16), (40, 32), (256, 64), (math.inf, 128))
 """Mean numbers of slots of an expert, up to which tiles of so many are taken."""
-_CHOICES = (((128, 4), 1, 2), ((128, 2), 1, 2), ((64, 4), 1, 2), ((64, 2), 1, 2))
-_CHOICES += (((64, 4), 2, 1), ((128, 4), 1, 1), ((64, 4), 1, 1), ((128, 2), 1, 1), ((64, 2), 1, 1))
+_CHOICES = (
+    *(((128, 4), 1, 2), ((128, 2), 1, 2), ((64, 4), 1, 2), ((64, 2), 1, 2)),
+    *(((64, 4), 2, 1), ((128, 4), 1, 1), ((64, 4), 1, 1), ((128, 2), 1, 1), ((64, 2), 1, 1)),
+)
 """Columns and stages of panels, row blocks of a warp, and blocks of a multiprocessor, the most promising first."""
 _MOST_WASTED = 1.1  # times as many columns as with other panels
 

@@ -17,8 +17,8 @@ from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import WARPS
 from lowbit.passes.kernels.persistent.weight_read import WeightRead
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
 from lowbit.passes.kernels.scales.round_tensors import RoundTensor
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
 
 
 class RoundScales:
@@ -30,7 +30,7 @@ class RoundScales:
 
     def __init__(self, p: Program, plan: PersistentPlan) -> None:
         self.p, self.plan, self.spec, tiles = p, plan, plan.spec, plan.tiles
-        self.convert = ScalesZeros(p, plan.spec, 0.0, plan.scaling.raw_codes)
+        self.convert = ScaleConversion(p, plan.spec, 0.0, plan.scaling.raw_codes)
         self.row_layout = (tiles.rows * MMA_M16N8_D).reduce((1,))
         self._rows = self.row_layout.reshape((1, WARPS, ROWS))
         self._row_boundary = "none" if tiles.covers_rows else "clamp"
@@ -40,7 +40,7 @@ class RoundScales:
         self._stage: Index = 0
 
     def _buffer(self, tensor: RoundTensor) -> Memory:
-        element = ScalesZeros.element(tensor.slot.storage)
+        element = ScaleConversion.element(tensor.slot.storage)
         return self.p.alloc_shared(element, (2, 1, WARPS, tensor.count * tensor.lanes))
 
     def fill_table(self) -> None:
@@ -62,7 +62,7 @@ class RoundScales:
         """One number of every row, as it is in memory."""
         numbers, lanes = slot.shape[1:] if len(slot.shape) == 3 else (1, ROWS)
         shape, strides = (numbers, self.spec.packing.row_blocks, ROWS), (lanes, numbers * lanes, int(lanes == ROWS))
-        view = self.p.global_view(self.p[slot.name], ScalesZeros.element(slot.storage), shape, strides)
+        view = self.p.global_view(self.p[slot.name], ScaleConversion.element(slot.storage), shape, strides)
         words = (boundary, self._row_boundary, "none")
         return WeightRead(self.p, view, (number, row_tile * self.plan.tiles.unit, 0), self._rows, words)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowbit.passes.builder import Memory, Program
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
 from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.kernels.streaming.work import Work
 
@@ -22,7 +22,7 @@ class Block:
         self.spec, self.schedule = plan.spec, plan.schedule
         arithmetic = plan.arithmetic
         subnormal, power = arithmetic.subnormal_codes, plan.scaling.scale_power
-        self.convert = ScalesZeros(p, plan.spec, arithmetic.stored_offset, subnormal, power)
+        self.convert = ScaleConversion(p, plan.spec, arithmetic.stored_offset, subnormal, power)
         self.buffers: list[Memory] = []
         self.slot = 0
         self.step_boundary = "none" if plan.steps.cover_exactly else "zero"

@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterator
 from lowbit.dialect.formats.byte_codes import PROMOTED, SUM_COLUMNS
 from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A, MMA_M16N8K32_B_NK
 from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.scales.block_scales import Scales
+from lowbit.passes.kernels.scales.sum_scaling import SumScaling
 from lowbit.passes.kernels.streaming.activations import Activations
 from lowbit.passes.kernels.streaming.block import Block
 from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
 from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments, x_fragments
 from lowbit.passes.kernels.streaming.operands import Operands
-from lowbit.passes.kernels.streaming.scales import Scales
-from lowbit.passes.kernels.streaming.sum_scaling import SumScaling
 
 
 class Bytes(Engine):

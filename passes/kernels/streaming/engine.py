@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.scales.block_scales import Scales
 from lowbit.passes.kernels.streaming.block import Block
-from lowbit.passes.kernels.streaming.scales import Scales
 
 
 class Engine(ABC):

@@ -42,7 +42,7 @@ Outliers, numbers in f16 that are added to single weights, are few. Each warp mu
 adds the products to its sums, before, in or after the loop (`passes.kernels.streaming.outliers`).
 
 Where scales are codes, or e4m3, a warp computes them at the head of a step, once for all its lanes
-(`passes.kernels.streaming.step_scales`).
+(`passes.kernels.scales.step_scales`).
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and

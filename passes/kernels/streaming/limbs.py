@@ -26,12 +26,12 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_PAIRS
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.types import row_major
 from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.scales.block_scales import Scales
+from lowbit.passes.kernels.scales.sum_scaling import SumScaling
 from lowbit.passes.kernels.streaming.block import Block
 from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
 from lowbit.passes.kernels.streaming.fragments import weight_fragments
 from lowbit.passes.kernels.streaming.operands import Operands
-from lowbit.passes.kernels.streaming.scales import Scales
-from lowbit.passes.kernels.streaming.sum_scaling import SumScaling
 
 
 class LimbMma(Engine):

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.scales.block_scales import Scales
+from lowbit.passes.kernels.scales.sum_scaling import SumScaling
+from lowbit.passes.kernels.scales.weight_scaling import WeightScaling
 from lowbit.passes.kernels.streaming.block import Block
 from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
 from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments, x_fragments
 from lowbit.passes.kernels.streaming.operands import Operands
-from lowbit.passes.kernels.streaming.scales import Scales
-from lowbit.passes.kernels.streaming.sum_scaling import SumScaling
-from lowbit.passes.kernels.streaming.weight_scaling import WeightScaling
 
 
 class Mma(Engine):

@@ -13,10 +13,10 @@ from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Scalar, Tile
+from lowbit.passes.kernels.scales.staged_scales import StagedScales
 from lowbit.passes.kernels.streaming.activations import Activations, SumsOfX
 from lowbit.passes.kernels.streaming.block import Block
 from lowbit.passes.kernels.streaming.outliers import outliers_of
-from lowbit.passes.kernels.streaming.staged_scales import StagedScales
 
 
 class Operands:

@@ -27,13 +27,13 @@ from lowbit.dialect.formats.packing import BLOCK_K, ROWS
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.scales.block_scales import Scales
+from lowbit.passes.kernels.scales.weight_scaling import WeightScaling
 from lowbit.passes.kernels.streaming.block import Block
 from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
 from lowbit.passes.kernels.streaming.engine_plans import COLUMNS, SPREAD
 from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments, x_fragments
 from lowbit.passes.kernels.streaming.operands import Operands
-from lowbit.passes.kernels.streaming.scales import Scales
-from lowbit.passes.kernels.streaming.weight_scaling import WeightScaling
 
 _BLOCKS = spatial(1, 1, 8).local(1, 1, 2).spatial(1, 1, 4).local(1, 1, 2)
 """128 columns, of which a lane has what it has of a fragment of operand B with a row for each 16."""

@@ -13,13 +13,13 @@ import itertools
 from collections.abc import Callable
 
 from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.scales.block_scales import Scales
+from lowbit.passes.kernels.scales.sum_scaling import SumScaling
+from lowbit.passes.kernels.scales.weight_scaling import WeightScaling
 from lowbit.passes.kernels.streaming.block import Block
 from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
 from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments
 from lowbit.passes.kernels.streaming.operands import Operands
-from lowbit.passes.kernels.streaming.scales import Scales
-from lowbit.passes.kernels.streaming.sum_scaling import SumScaling
-from lowbit.passes.kernels.streaming.weight_scaling import WeightScaling
 
 _BATCH = 64  # columns of weights that are multiplied together, of those whose sums stay in place
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.scales.block_scales import Scales
+from lowbit.passes.kernels.scales.step_scales import StepScales
 from lowbit.passes.kernels.streaming.operands import FormatTable
-from lowbit.passes.kernels.streaming.scales import Scales
-from lowbit.passes.kernels.streaming.step_scales import StepScales
 
 
 class WeightScaling:

@@ -13,11 +13,11 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Tile
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
+from lowbit.passes.kernels.scales.group_scales import GroupScales
+from lowbit.passes.kernels.scales.staged_scales import StagedScales
+from lowbit.passes.kernels.scales.step_scales import StepScales
 from lowbit.passes.kernels.streaming.block import Block
-from lowbit.passes.kernels.streaming.group_scales import GroupScales
-from lowbit.passes.kernels.streaming.staged_scales import StagedScales
-from lowbit.passes.kernels.streaming.step_scales import StepScales
 
 
 class Scales:
@@ -64,7 +64,7 @@ class Scales:
         """Loads the scale, zero or offset of every row, from device memory, as f32."""
         p, warps, blocks, work = self.p, self.plan.schedule.warps_k, self.spec.packing.row_blocks, self.block.work
         kind = self.spec.slot(name).storage
-        view = p.global_view(p[name], ScalesZeros.element(kind), (warps, blocks, ROWS), (0, ROWS, 1))
+        view = p.global_view(p[name], ScaleConversion.element(kind), (warps, blocks, ROWS), (0, ROWS, 1))
         layout = self.layout.reshape((warps, self.plan.steps.row_blocks, ROWS))
         loaded = p.load(view, (0, work.first_block, 0), layout, ("none", work.row_boundary, "none"))
         return p.reshape(self.convert.as_f32(loaded, kind), self.layout.shape)

@@ -19,7 +19,7 @@ OfBlock = Callable[[str, Bilevel], Tile]
 """Gives the numbers of a second level, by name, as f32."""
 
 
-class ScalesZeros:
+class ScaleConversion:
     """Scales and zeros as f32 tiles."""
 
     def __init__(

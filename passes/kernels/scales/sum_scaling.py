@@ -8,7 +8,7 @@ once per group and accumulator, or once at the end where rows have one scale.
 from __future__ import annotations
 
 from lowbit.passes.builder import Tile
-from lowbit.passes.kernels.streaming.scales import Scales
+from lowbit.passes.kernels.scales.block_scales import Scales
 
 
 class SumScaling:

@@ -10,7 +10,7 @@ from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
-from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.kernels.scales.conversion import ScaleConversion
 from lowbit.passes.kernels.streaming.block import Block
 
 
@@ -52,7 +52,7 @@ class StagedTensor:
         front; steps: how many share them; cut: where a step may end behind the last of them."""
         self.block, self.slot, self.cut = block, slot, cut
         p, plan, ones = block.p, block.plan, (1,) * len(shape)
-        element = ScalesZeros.element(slot.storage)
+        element = ScaleConversion.element(slot.storage)
         sizes = (plan.steps.count, block.spec.packing.row_blocks, *shape)
         self.view = p.global_view(p[slot.name], element, sizes, strides, (steps, 1, *ones))
         self.shape = (block.schedule.warps_k, plan.steps.row_blocks, *shape)

@@ -9,8 +9,8 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.passes.builder import Memory, Tile
+from lowbit.passes.kernels.scales.staged_scales import StagedScales
 from lowbit.passes.kernels.streaming.block import Block
-from lowbit.passes.kernels.streaming.staged_scales import StagedScales
 
 
 class GroupScales:
