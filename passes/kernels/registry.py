@@ -14,6 +14,7 @@ from lowbit.passes.kernels.dequantize.family import Dequantize
 from lowbit.passes.kernels.eight_bit.family import EightBit
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill_mma.family import EightBitPrefillMma
+from lowbit.passes.kernels.experts.family import Experts
 from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.permute.family import Permute
 from lowbit.passes.kernels.prefill.family import Prefill
@@ -32,6 +33,7 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     EightBit(),
     EightBitPrefill(),
     EightBitPrefillMma(),
+    Experts(),
     ExpertsMma(),
     Permute(),
     Quantize(),

@@ -30,6 +30,17 @@ def scale_table(spec: MatmulSpec) -> DecodeTable | None:
     return DecodeTable(dtype(TABLE_CODE, spec.bilevel.table), "f32", copies=1)
 
 
+def check_experts(family: str, spec: MatmulSpec) -> None:
+    """Raises SpecError where kernels for several experts do not fit a spec."""
+    if spec.experts == 1:
+        raise SpecError(f"schedule: {family} is for weights of several experts, ({spec}) has one")
+    if not fits_async_x(spec):
+        raise SpecError(
+            f"schedule: {family} copies x in whole 16-byte pieces; {spec.weight} with k={spec.k} and groups of "
+            f"{spec.group_size} does not fit; use a matmul per expert"
+        )
+
+
 def check_compute(spec: MatmulSpec, target: Target) -> None:
     """Raises SpecError where a target does not multiply the type."""
     if spec.byte_type == "f8e4m3" and not target.has_fp8:

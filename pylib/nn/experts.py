@@ -26,6 +26,7 @@ from torch.compiler import assume_constant_result, is_compiling
 
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.pylib.experts.routing import combine, route
 from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
@@ -34,7 +35,6 @@ from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
 from lowbit.pylib.operator.expert_schema import multiply
 from lowbit.pylib.operator.tracing import is_observed
 from lowbit.pylib.quantization.config import QuantConfig
-from lowbit.pylib.runtime.expert_matmul import tile_for
 
 MATRICES = ("gate_up_proj", "down_proj")
 """The parameters of a dense module: [experts, rows, columns], or with columns first if it is transposed."""

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts.choice import tiles_of
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.runtime.devices import target_at
-from lowbit.pylib.runtime.expert_matmul import expert_matmul, schedules, spec_of_experts
+from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.value_range import has_wide_range
 
@@ -114,7 +115,7 @@ def _served(layers: list[nn.Module]) -> bool:
         return False
     try:
         spec = spec_of_experts(first.spec, len(plain))
-        return _is_cut_in_experts(spec, first.spec) and bool(schedules(spec, parse_target(target)))
+        return _is_cut_in_experts(spec, first.spec) and bool(tiles_of(spec, parse_target(target)))
     except SpecError:
         return False
 

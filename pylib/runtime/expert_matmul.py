@@ -19,8 +19,8 @@ from torch import Tensor
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.passes.kernels.experts_mma.family import ExpertsMma
-from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.experts.choice import schedule_for_few, tiles_of
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
@@ -33,30 +33,9 @@ from lowbit.pylib.weights.tensor_checks import address_of
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator
 
-_FAMILY = ExpertsMma()
-
-
 def spec_of_experts(spec: MatmulSpec, experts: int) -> MatmulSpec:
     """Returns the spec of the weights of several experts, of that of one. Raises SpecError if there is none."""
     return interned(replace(spec, n=experts * spec.n, experts=experts))
-
-
-def tile_for(tiles: Sequence[int], slots: int, experts: int) -> int:
-    """Returns which of the token tiles to cut so many slots into: the least that holds twice the mean of an expert's,
-    so that few experts have a second one; for more slots the largest."""
-    return next((tile for tile in tiles if tile * experts >= 2 * slots), tiles[-1])
-
-
-def schedules(spec: MatmulSpec, target: Target) -> dict[int, ExpertsMmaSchedule]:
-    """Returns the schedule of each size of token tiles that has one, the least first.
-
-    Raises SpecError for a spec or a target without any; it says why.
-    """
-    found = {tile: _FAMILY.candidates(spec, tile, target)[0] for tile in _FAMILY.token_tiles(spec, target)}
-    if not found:
-        _FAMILY.check(spec, ExpertsMmaSchedule(), target)
-        raise SpecError(f"no kernel multiplies by ({spec}) on {target}; take a matmul per expert")
-    return found
 
 
 @lru_cache(maxsize=None)
@@ -81,9 +60,8 @@ class ExpertMatmul:
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         self._spec, self._target = spec, target
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
-        self._schedules = schedules(spec, target)
-        self.tiles = tuple(self._schedules)
-        self._artifacts: dict[int, Artifact] = {}
+        self.tiles = tiles_of(spec, target)
+        self._artifacts: dict[KernelSchedule, Artifact] = {}
         self._lock = threading.RLock()
 
     def __call__(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
@@ -108,16 +86,23 @@ class ExpertMatmul:
         if x.dtype is not self._act or x.ndim != 2 or x.shape[1] != self._spec.k:
             wanted = f"{self._act} [rows, k={self._spec.k}]"
             raise SpecError(f"x must be {wanted}, not {x.dtype} {list(x.shape)}")
-        if tile not in self._schedules:
+        if tile not in self.tiles:
             raise SpecError(f"tile={tile} must be one of {', '.join(map(str, self.tiles))}, which have kernels")
 
-    def _artifact(self, tile: int) -> Artifact:
+    def _schedule(self, tile: int, slots: int) -> KernelSchedule:
+        """The schedule for so many slots in tiles of so many, one of `self.tiles`."""
+        found = schedule_for_few(self._spec, tile, slots, self._target)
+        if found is None:
+            raise SpecError(f"no kernel has tiles of {tile} slots for ({self._spec}) on {self._target}")
+        return found
+
+    def _artifact(self, schedule: KernelSchedule, tile: int) -> Artifact:
         with self._lock:
-            if tile not in self._artifacts:
-                made = request(self._spec, self._target, self._schedules[tile])
+            if schedule not in self._artifacts:
+                made = request(self._spec, self._target, schedule)
                 sizes = f"{self._spec.experts}x{self._spec.outputs}x{self._spec.k}_{tile}"
-                self._artifacts[tile] = load(made, f"experts_{self._spec.weight}_{sizes}_{self._target.arch}")
-            return self._artifacts[tile]
+                self._artifacts[schedule] = load(made, f"experts_{self._spec.weight}_{sizes}_{self._target.arch}")
+            return self._artifacts[schedule]
 
 
 class CudaExpertMatmul(ExpertMatmul):
@@ -125,11 +110,12 @@ class CudaExpertMatmul(ExpertMatmul):
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         super().__init__(spec, target)
-        self._functions: dict[tuple[int, int], Function] = {}  # (device, token tile)
+        self._functions: dict[tuple[int, KernelSchedule], Function] = {}
+        self._by_slots: dict[tuple[int, int, int], Function] = {}  # (device, token tile, slots), the same functions
 
     def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
         device, m, n = x.get_device(), len(rows), self._spec.outputs
-        function = self._functions.get((device, tile)) or self._load(device, tile)
+        function = self._by_slots.get((device, tile, m)) or self._load(device, tile, m)
         with torch.cuda.device(device):
             y = allocate((m, n), (n, 1), self._out)
             if m:
@@ -138,13 +124,14 @@ class CudaExpertMatmul(ExpertMatmul):
                 function(current_stream(device), settled, address_of(x), y.data_ptr(), m, *addresses)
         return y
 
-    def _load(self, device: int, tile: int) -> Function:
+    def _load(self, device: int, tile: int, slots: int) -> Function:
         check_device(self._target, device)
-        artifact = self._artifact(tile)
+        schedule = self._schedule(tile, slots)
+        artifact = self._artifact(schedule, tile)
         with self._lock:
-            found = self._functions.get((device, tile))
+            found = self._functions.get((device, schedule))
             found = found or load_function(artifact, self._target, device, argument_order(self._spec))
-            self._functions[device, tile] = found
+            self._functions[device, schedule] = self._by_slots[device, tile, slots] = found
         return found
 
 
@@ -153,23 +140,25 @@ class EmulatorExpertMatmul(ExpertMatmul):
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         super().__init__(spec, target)
-        self._emulators: dict[int, Emulator] = {}
+        self._emulators: dict[KernelSchedule, Emulator] = {}
 
     def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
         check_x_on_cpu(self._target.name, x, rows, tiles, *weight)
         y = unwritten((len(rows), self._spec.outputs), self._out)
         if len(rows):
-            launch = self._artifact(tile).launch
+            schedule = self._schedule(tile, len(rows))
+            artifact = self._artifact(schedule, tile)
+            launch = artifact.launch
             named = dict(zip(self._spec.call_operands, (*weight, rows, tiles))) | {"x": x, "y": y}
             values: dict[str, object] = {name: memory_of(tensor) for name, tensor in named.items()}
             values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": len(rows)}
-            self._emulator(tile).run(launch, values)
+            self._emulator(schedule, artifact).run(launch, values)
         return y
 
-    def _emulator(self, tile: int) -> Emulator:
+    def _emulator(self, schedule: KernelSchedule, artifact: Artifact) -> Emulator:
         from lowbit.pylib.emulator import Emulator
 
         with self._lock:
-            found = self._emulators.get(tile) or Emulator(self._artifact(tile).ptx)
-            self._emulators[tile] = found
+            found = self._emulators.get(schedule) or Emulator(artifact.ptx)
+            self._emulators[schedule] = found
         return found

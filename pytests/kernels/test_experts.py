@@ -19,7 +19,8 @@ from torch import Tensor
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.experts_mma.family import ExpertsMma
+from lowbit.passes.kernels.experts.choice import schedule_for, schedule_for_few, tiles_of
+from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
 from lowbit.passes.kernels.persistent.tile_order import Turn
@@ -34,6 +35,7 @@ from lowbit.pylib.weights.packed import pack
 SMALL = ExpertsMmaSchedule(16, num_stages=2)
 AMPERE = parse_target("sm_80")
 Array = np.ndarray[Any, Any]
+AnySchedule = ExpertsMmaSchedule | ExpertsSchedule
 
 
 def routing(experts_of_slots: Array, experts: int, tile: int) -> tuple[Array, Array]:
@@ -51,13 +53,13 @@ def routing(experts_of_slots: Array, experts: int, tile: int) -> tuple[Array, Ar
     return np.argsort(ids, kind="stable"), tiles
 
 
-def compiled(spec: MatmulSpec, schedule: ExpertsMmaSchedule, target: Target) -> CompiledKernel:
+def compiled(spec: MatmulSpec, schedule: AnySchedule, target: Target) -> CompiledKernel:
     return compile_kernel(request(spec, target, schedule))
 
 
 def run(
     spec: MatmulSpec,
-    schedule: ExpertsMmaSchedule,
+    schedule: AnySchedule,
     ids: Array,
     x: Tensor,
     weight: Mapping[str, Tensor],
@@ -74,7 +76,7 @@ def run(
 
 
 def is_right(
-    spec: MatmulSpec, schedule: ExpertsMmaSchedule, ids: Array, tokens: int, target: Target = AMPERE
+    spec: MatmulSpec, schedule: AnySchedule, ids: Array, tokens: int, target: Target = AMPERE
 ) -> bool:
     """Whether every slot of an expert has what the definition says, and no other was written."""
     dense = replace(spec, experts=1)
@@ -105,24 +107,27 @@ def test_any_routing(name: str) -> None:
     assert is_right(MatmulSpec(4 * 48, 256, "u4", 64, experts=4), SMALL, ROUTINGS[name], 5)
 
 
-@pytest.mark.parametrize(
-    ("slots", "tokens", "blocks"), [(8, 16, 1), (64, 16, 2), (4096, 32, 2), (32768, 64, 2), (2**20, 128, 1)]
-)
-def test_tiles_grow_with_the_slots_of_an_expert(slots: int, tokens: int, blocks: int) -> None:
-    """Few tiles get a multiprocessor each."""
-    found = ExpertsMma().for_slots(MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128), slots, HOPPER)
-    assert (found.tokens, found.blocks_per_sm) == (tokens, blocks)
+@pytest.mark.parametrize(("slots", "blocks"), [(8, 1), (64, 2), (4096, 2)])
+def test_few_tiles_get_a_multiprocessor_each(slots: int, blocks: int) -> None:
+    spec = MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128)
+    assert schedule_for_few(spec, 16, slots, HOPPER) == ExpertsMmaSchedule(16, 128, 4, blocks_per_sm=blocks)
+
+
+def test_many_slots_are_multiplied_by_wgmma() -> None:
+    spec = MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128)
+    kinds = {tile: type(schedule_for(spec, tile, HOPPER)) for tile in tiles_of(spec, HOPPER)}
+    assert kinds == dict.fromkeys((16, 32), ExpertsMmaSchedule) | dict.fromkeys((64, 128, 192), ExpertsSchedule)
+    assert {type(schedule_for(spec, tile, AMPERE)) for tile in tiles_of(spec, AMPERE)} == {ExpertsMmaSchedule}
 
 
 def test_rounds_waste_no_columns() -> None:
     """768 columns are three rounds of 256, not two of 512; of 2880, six of these are hardly more than are needed."""
-    sizes = {768: (128, 2), 2880: (128, 4)}
-    for k, panels in sizes.items():
-        found = ExpertsMma().for_slots(MatmulSpec(128 * 2048, k, "u4", 64, experts=128), 512, HOPPER)
-        assert (found.panel_k, found.num_stages) == panels
+    for k, panels in {768: (128, 2), 2880: (128, 4)}.items():
+        spec = MatmulSpec(128 * 2048, k, "u4", 64, experts=128)
+        assert schedule_for(spec, 32, HOPPER) == ExpertsMmaSchedule(32, *panels, blocks_per_sm=2)
 
 
-CASES: list[tuple[dict[str, Any], ExpertsMmaSchedule]] = [
+CASES: list[tuple[dict[str, Any], AnySchedule]] = [
     ({"weight": "u4", "group_size": 32, "zeros": "int", "n": 3 * 128}, ExpertsMmaSchedule(32, 64, 2, row_blocks=2)),
     ({"weight": "i3", "group_size": 64, "n": 3 * 16, "bias": True, "out": "f32"}, SMALL),
     ({"weight": "f6e3m2", "n": 3 * 144, "group_size": 64, "act": "bf16"}, ExpertsMmaSchedule(64, 128, 2)),
@@ -138,7 +143,7 @@ CASES: list[tuple[dict[str, Any], ExpertsMmaSchedule]] = [
 
 
 @pytest.mark.parametrize(("choices", "schedule"), CASES, ids=str)
-def test_any_format(choices: dict[str, Any], schedule: ExpertsMmaSchedule) -> None:
+def test_any_format(choices: dict[str, Any], schedule: AnySchedule) -> None:
     ids = np.random.default_rng(1).choice(3, 90, p=[0.5, 0.1, 0.4])
     spec: dict[str, Any] = {"k": 512, "experts": 3} | choices
     assert is_right(MatmulSpec(**spec), schedule, ids, 11)
@@ -156,8 +161,17 @@ def test_a_row_depends_on_no_other() -> None:
     assert torch.equal(before[other], after[other]) and torch.isnan(after[~other]).all()
 
 
-def test_the_same_on_hopper() -> None:
-    assert is_right(MatmulSpec(4 * 48, 256, "u4", 64, experts=4), SMALL, ROUTINGS["uneven"], 5, HOPPER)
+@pytest.mark.parametrize("schedule", [SMALL, ExpertsSchedule(32)], ids=["mma", "wgmma"])
+@pytest.mark.parametrize("name", ["one", "uneven", "some elsewhere", "none here"])
+def test_on_hopper(name: str, schedule: AnySchedule) -> None:
+    assert is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), schedule, ROUTINGS[name], 5, HOPPER)
+
+
+@pytest.mark.parametrize("choices", [choices for choices, _ in CASES], ids=str)
+def test_any_format_by_wgmma(choices: dict[str, Any]) -> None:
+    ids = np.random.default_rng(1).choice(3, 90, p=[0.5, 0.1, 0.4])
+    spec: dict[str, Any] = {"k": 768, "experts": 3} | choices
+    assert is_right(MatmulSpec(**spec), ExpertsSchedule(64), ids, 11, HOPPER)
 
 
 # -- errors
@@ -182,7 +196,8 @@ def test_specs_that_are_none(choices: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "schedule", "message"),
     [
-        (MatmulSpec(192, 256, "u4", 64), SMALL, "for weights of several experts"),
+        (MatmulSpec(192, 256, "u4", 64), SMALL, "experts_mma is for weights of several experts"),
+        (MatmulSpec(192, 256, "u4", 64, experts=4), ExpertsSchedule(), "experts needs sm_90a, the target is sm_80"),
         (MatmulSpec(192, 260, "u4", experts=4), SMALL, "copies x in whole 16-byte pieces"),
         (MatmulSpec(192, 256, "u4", 64, experts=4), replace(SMALL, row_blocks=2), "two warps cannot share tokens=16"),
         (
@@ -192,7 +207,7 @@ def test_specs_that_are_none(choices: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_schedules_that_do_not_fit(spec: MatmulSpec, schedule: ExpertsMmaSchedule, message: str) -> None:
+def test_schedules_that_do_not_fit(spec: MatmulSpec, schedule: AnySchedule, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         request(spec, AMPERE, schedule)
 

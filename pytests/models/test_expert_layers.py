@@ -14,11 +14,12 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import LowbitExperts, LowbitLinear, PackError, QuantConfig, SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.routing import route
 from lowbit.pylib.nn import experts as experts_module
 from lowbit.pylib.nn import stacked_experts
-from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts, tile_for
+from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 
 transformers = pytest.importorskip("transformers")
 
@@ -337,9 +338,12 @@ def test_gradients_go_through_each_expert() -> None:
 # -- the matmul of experts
 
 
-@pytest.mark.parametrize(("slots", "tile"), [(1, 16), (32, 16), (33, 32), (64, 32), (65, 64), (1000, 64)])
-def test_a_token_tile_holds_twice_the_mean(slots: int, tile: int) -> None:
-    assert tile_for((16, 32, 64), slots, experts=4) == tile
+@pytest.mark.parametrize(
+    ("slots", "tile"), [(1, 16), (64, 16), (65, 32), (100, 64), (300, 128), (600, 192), (800, 128), (9999, 192)]
+)
+def test_a_token_tile_holds_more_than_the_mean(slots: int, tile: int) -> None:
+    assert tile_for((16, 32, 64, 128, 192), slots, experts=4) == tile
+    assert tile_for((16, 32), slots, experts=4) == min(tile, 32)
 
 
 def matmul_of_experts() -> Any:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
-from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
 from lowbit.passes.kernels.experts_mma import legality
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
 
 
 TILES: tuple[int, ...] = ExpertsMmaSchedule.allowed["tokens"]
-_TILES = ((16, 16), (40, 32), (256, 64), (math.inf, 128))
-"""Mean numbers of slots of an expert, up to which tiles of so many are taken."""
 _CHOICES = (
     *(((128, 4), 1, 2), ((128, 2), 1, 2), ((64, 4), 1, 2), ((64, 2), 1, 2)),
     *(((64, 4), 2, 1), ((128, 4), 1, 1), ((64, 4), 1, 1), ((128, 2), 1, 1), ((64, 2), 1, 1)),
@@ -52,20 +47,6 @@ class ExpertsMma(KernelFamily[ExpertsMmaSchedule]):
         every = (ExpertsMmaSchedule(token_tile, *panels, row_blocks=b, blocks_per_sm=n) for panels, b, n in _CHOICES)
         columns = {s: PersistentPlan(spec, s, MMA).tiles.columns for s in every if self._fits(spec, s, target)}
         return [s for s, some in columns.items() if some <= _MOST_WASTED * min(columns.values())][:1]
-
-    def for_slots(self, spec: MatmulSpec, slots: int, target: Target) -> ExpertsMmaSchedule:
-        """Returns the schedule for so many slots of all experts: with tiles for as many as an expert has on average.
-        Raises SpecError where no schedule fits a spec."""
-        mean = slots / spec.experts
-        tile = next((tile for most, tile in _TILES if mean <= most), TILES[-1])
-        fitting = [s for t in TILES if t <= tile for s in self.candidates(spec, t, target)]
-        if not fitting:
-            self.check(spec, ExpertsMmaSchedule(TILES[0]), target)
-            raise SpecError(f"no kernel of experts_mma has registers enough for ({spec}); use a matmul per expert")
-        best = fitting[-1]
-        alone = replace(best, blocks_per_sm=1)
-        few = slots * PersistentPlan(spec, best, MMA).tiles.row_tiles <= target.multiprocessors
-        return alone if few and self._fits(spec, alone, target) else best
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsMmaSchedule]:
         allowed = ExpertsMmaSchedule.allowed

@@ -9,7 +9,7 @@ from lowbit.passes.kernels.persistent.engine import MMA
 from lowbit.passes.kernels.persistent.legality import check_shared, loaded_registers
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill_mma.legality import spills as spills_alone
-from lowbit.passes.kernels.requirements import fits_async_x
+from lowbit.passes.kernels.requirements import check_experts
 from lowbit.passes.target import Target
 
 _MOST_SHARED = 120  # registers of a thread, of 128 that it has where two blocks share a multiprocessor
@@ -27,13 +27,7 @@ def spills(spec: MatmulSpec, s: ExpertsMmaSchedule) -> bool:
 
 def check_schedule(spec: MatmulSpec, s: ExpertsMmaSchedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
-    if spec.experts == 1:
-        raise SpecError(f"schedule: experts_mma is for weights of several experts, ({spec}) has one")
-    if not fits_async_x(spec):
-        raise SpecError(
-            f"schedule: experts_mma copies x in whole 16-byte pieces; {spec.weight} with k={spec.k} and groups of "
-            f"{spec.group_size} does not fit; use a matmul per expert"
-        )
+    check_experts("experts_mma", spec)
     if s.tokens == 16 and s.row_blocks > 1:
         raise SpecError(f"schedule: two warps cannot share tokens={s.tokens}; take row_blocks=1, or tokens=32")
     if spec.outliers and s.row_blocks > 1:

@@ -56,12 +56,14 @@ class PersistentPlan:
 
     @cached_property
     def x(self) -> XCopies:
-        return XCopies(self.spec, self.schedule, self.tiles, by_boxes=self.engine.asynchronous)
+        swizzled = self.engine.asynchronous
+        return XCopies(self.spec, self.schedule, self.tiles, swizzled, by_boxes=swizzled and self.spec.experts == 1)
 
     @cached_property
     def staging(self) -> Staging | None:
         """None where y leaves from registers."""
-        return Staging(self.spec, self.schedule) if self.engine.asynchronous else None
+        turns = self.engine.asynchronous and self.spec.experts == 1
+        return Staging(self.spec, self.schedule) if turns else None
 
     @cached_property
     def shared_bytes(self) -> int:

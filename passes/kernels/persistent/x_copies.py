@@ -13,12 +13,14 @@ from lowbit.passes.kernels.persistent.tiles import Tiles
 class XCopies:
     """Stages of x, which boxes of the copy engine fill, or cp.async does.
 
+    swizzled  whether wgmma reads them, and not ldmatrix
     by_boxes  whether they come as boxes: the parameters are tensor maps then, and two signals belong to a stage
     """
 
     spec: MatmulSpec
     schedule: PrefillSchedule
     tiles: Tiles
+    swizzled: bool
     by_boxes: bool
 
     @property
@@ -39,14 +41,13 @@ class XCopies:
 
     @property
     def pitch(self) -> int:
-        """Numbers from a token to the next in a stage that cp.async fills: 16 bytes more than a panel keep the rows
-        that one ldmatrix reads in different banks."""
-        return self.schedule.panel_k + self.spec.x.per_vector
+        """Numbers from a token to the next in a stage: for ldmatrix 16 bytes more than a panel keep the rows that one
+        reads in different banks."""
+        return self.schedule.panel_k + (0 if self.swizzled else self.spec.x.per_vector)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the stages and their signals."""
         s = self.schedule
-        if self.by_boxes:
-            return s.num_stages * s.tokens * s.panel_k * self.spec.x.bytes + 2 * (-(-8 * s.num_stages // 128) * 128)
-        return s.num_stages * s.tokens * self.pitch * self.spec.x.bytes
+        signals = 2 * (-(-8 * s.num_stages // 128) * 128) if self.by_boxes else 0
+        return s.num_stages * s.tokens * self.pitch * self.spec.x.bytes + signals

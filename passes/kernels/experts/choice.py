@@ -1,0 +1,63 @@
+"""Which kernel multiplies the slots of experts, and how many slots its tiles have. No MLIR is needed here.
+
+A table of token tiles is made once for both matmuls of a layer, so their number is chosen first, from the mean of an
+expert's slots: more than that, so that few experts have a tile that is hardly filled behind a full one. Thresholds are
+from an H200 (docs/lab-notebook/experts.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily, KernelSchedule
+from lowbit.passes.kernels.experts.family import Experts
+from lowbit.passes.kernels.experts_mma.family import ExpertsMma
+from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
+from lowbit.passes.target import Target
+
+_MMA, _WGMMA = ExpertsMma(), Experts()
+_MOST_BY_MMA = 32  # slots of a tile, where wgmma is there
+_TILES = (16, 32, 64, 128, 192)
+_BY_MEAN = ((16, 16), (24, 32), (44, 64), (90, 128), (150, 192), (400, 128), (math.inf, 192))
+"""Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
+
+
+@lru_cache(maxsize=256)
+def schedule_for(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule | None:
+    """Returns the schedule of the kernel whose tiles have so many slots; None where there is none."""
+    by_wgmma = target.has_wgmma and tile > _MOST_BY_MMA
+    families: tuple[KernelFamily[KernelSchedule], ...] = (_WGMMA, _MMA) if by_wgmma else (_MMA,)  # type: ignore[assignment]
+    return next((s for family in families for s in family.candidates(spec, tile, target)), None)
+
+
+def schedule_for_few(spec: MatmulSpec, tile: int, slots: int, target: Target) -> KernelSchedule | None:
+    """Returns `schedule_for`, with a multiprocessor for each tile where there are no more of these."""
+    found = schedule_for(spec, tile, target)
+    rows = -(-spec.n // spec.experts // 128)
+    if isinstance(found, ExpertsMmaSchedule) and slots * rows <= target.multiprocessors:
+        alone = replace(found, blocks_per_sm=1)
+        return alone if _MMA.allows(spec, alone, target) else found
+    return found
+
+
+def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+    """Returns the numbers of slots that tiles may have, the least first.
+
+    Raises SpecError for a spec or a target without any; it says why.
+    """
+    found = tuple(tile for tile in _TILES if schedule_for(spec, tile, target))
+    if not found:
+        _MMA.check(spec, ExpertsMmaSchedule(_TILES[0]), target)
+        raise SpecError(f"no kernel multiplies by ({spec}) on {target}; take a matmul per expert")
+    return found
+
+
+def tile_for(tiles: Sequence[int], slots: int, experts: int) -> int:
+    """Returns which of these tiles to cut so many slots into."""
+    wanted = next(tile for most, tile in _BY_MEAN if slots <= most * experts)
+    return max((tile for tile in tiles if tile <= wanted), default=tiles[0])

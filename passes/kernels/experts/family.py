@@ -1,0 +1,54 @@
+"""The family for weights of several experts on Hopper, for many slots of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING, ClassVar
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.experts import legality
+from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.prefill.legality import spills
+from lowbit.passes.target import Target
+
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
+
+_PANELS = ((128, 4), (64, 8), (64, 4))  # columns and stages, the most promising first
+
+
+class Experts(KernelFamily[ExpertsSchedule]):
+    """Codes are decoded to the activation's type and multiplied by wgmma, by the slots of their expert."""
+
+    name: ClassVar[str] = "experts"
+    operation: ClassVar[Operation] = "expert_matmul"
+    schedule_type = ExpertsSchedule
+    takes_any_tokens: ClassVar[bool] = True
+
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsSchedule]:
+        """The first of `_PANELS` that fits."""
+        every = (ExpertsSchedule(token_tile, *panels) for panels in _PANELS)
+        return [s for s in every if self._fits(spec, s, target)][:1]
+
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsSchedule]:
+        sizes = product(ExpertsSchedule.allowed["panel_k"], ExpertsSchedule.allowed["num_stages"])
+        every = (ExpertsSchedule(token_tile, panel_k, stages) for panel_k, stages in sizes)
+        return [s for s in every if self._fits(spec, s, target)]
+
+    def _fits(self, spec: MatmulSpec, schedule: ExpertsSchedule, target: Target) -> bool:
+        return self.allows(spec, schedule, target) and not spills(spec, schedule)
+
+    def check(self, spec: MatmulSpec, schedule: ExpertsSchedule, target: Target) -> None:
+        legality.check_schedule(spec, schedule, target)
+
+    def rounding(self, spec: MatmulSpec, schedule: ExpertsSchedule) -> dict[str, bool]:
+        return PersistentPlan(spec, schedule, WGMMA).scaling.rounding
+
+    def build(self, spec: MatmulSpec, schedule: ExpertsSchedule) -> ir.Module:
+        from lowbit.passes.kernels.experts.kernel import experts_matmul
+
+        return experts_matmul(spec, schedule)
