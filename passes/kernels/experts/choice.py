@@ -58,6 +58,7 @@ def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
 
 
 def tile_for(tiles: Sequence[int], slots: int, experts: int) -> int:
-    """Returns which of these tiles to cut so many slots into."""
+    """Returns which of these tiles, the least first, to cut so many slots into. torch.compile traces it."""
     wanted = next(tile for most, tile in _BY_MEAN if slots <= most * experts)
-    return max((tile for tile in tiles if tile <= wanted), default=tiles[0])
+    fitting = [tile for tile in tiles if tile <= wanted]
+    return fitting[-1] if fitting else tiles[0]
