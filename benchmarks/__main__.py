@@ -198,6 +198,26 @@ def publish_models(
 
 
 @app.command()
+def experts(
+    names: Annotated[list[str] | None, typer.Argument(help="qwen3-30b-a3b, mixtral-8x7b; default: both.")] = None,
+    weight: Annotated[str, typer.Option("--weight", "-w", help="Format of the experts.")] = "u4",
+    group_size: Annotated[int, typer.Option("--group-size", "-g", help="Columns per scale.")] = 128,
+    m: Annotated[str, typer.Option("--m", "-m", help="Numbers of tokens.")] = "1,8,16,32,64,512,4096",
+    out: Annotated[Path, typer.Option(help="Results.")] = Path("experts.json"),
+    commit: Commit = None,
+) -> None:
+    """Blocks of mixtures of experts with random weights against bf16 grouped_mm: microseconds, eager and in graphs."""
+    from benchmarks.experts import BLOCKS, measure, table, write
+    from lowbit.pylib.quantization.config import QuantConfig
+
+    _check_gpu()
+    config, tokens = QuantConfig(weight, group_size, clip="max"), [int(each) for each in m.split(",")]
+    records = [record for name in names or BLOCKS for record in measure(name, config, tokens, _log)]
+    write(records, out, commit)
+    print(table(records))
+
+
+@app.command()
 def cpu(
     size: Annotated[str, typer.Argument(help="n x k.")] = "4096x4096",
     seconds: Annotated[float, typer.Option(help="To measure for, for each number of tokens.")] = 10.0,
