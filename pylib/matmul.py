@@ -31,6 +31,7 @@ from lowbit.pylib.operator import schema
 from lowbit.pylib.operator.call_checks import (
     check_call,
     check_memory_of_x,
+    check_one_expert,
     check_quantized_call,
     check_readable,
     check_residual,
@@ -201,6 +202,7 @@ class Matmul:
             raise
 
     def _without_residual(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        check_one_expert(self.spec)
         raise SpecError(f"({self.spec}) adds a residual; call mm(x, w, residual=r)")
 
     def _with_residual(self, x: Tensor, w: PackedWeight, residual: Tensor) -> Tensor:

@@ -74,6 +74,15 @@ def check_memory_of_x(x: Tensor) -> None:
         raise SpecError("x has no memory that a kernel could read; clone it")
 
 
+def check_one_expert(spec: MatmulSpec) -> None:
+    """Raises SpecError for a spec of several experts, whose kernels take more than x and a weight."""
+    if spec.experts > 1:
+        raise SpecError(
+            f"({spec}) multiplies rows of x that are sorted by expert, which lowbit.LowbitExperts does for a layer; "
+            "for one expert, or all rows at once, use a spec with experts=1"
+        )
+
+
 def check_residual(
     spec: MatmulSpec, x_shape: Sequence[int], device: torch.device, residual: Tensor | None, gradient: bool = True
 ) -> None:
@@ -81,6 +90,7 @@ def check_residual(
 
     gradient: whether it may require one
     """
+    check_one_expert(spec)
     if not spec.call_inputs:
         if residual is not None:
             raise SpecError(f"({spec}) adds no residual; use a spec with epilogue='residual', or drop residual=")

@@ -18,6 +18,7 @@ from lowbit.passes.target import Target
 from lowbit.pylib.build import knobs
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
+from lowbit.pylib.operator.call_checks import check_one_expert
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
 from lowbit.pylib.runtime.gpu import CudaRuntime
 from lowbit.pylib.runtime.interface import Runtime, Tensors, check_cpu
@@ -38,6 +39,7 @@ def make_runtime(
         return CudaRuntime(spec, target, schedule, late_scaling)
     if target.kind == "emulator":
         return EmulatorRuntime(spec, target, schedule, late_scaling)
+    check_one_expert(spec)
     return CpuRuntime(spec)
 
 

@@ -16,6 +16,7 @@ import torch
 from emulated import HOPPER, run_launch
 from torch import Tensor
 
+import lowbit
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -210,6 +211,16 @@ def test_specs_that_are_none(choices: dict[str, Any], message: str) -> None:
 def test_schedules_that_do_not_fit(spec: MatmulSpec, schedule: AnySchedule, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         request(spec, AMPERE, schedule)
+
+
+@pytest.mark.parametrize("target", ["cpu", "emulator:sm_80"])
+def test_a_matmul_is_no_layer(target: str) -> None:
+    """Its kernels can be read; a call would lack what says whose the rows of x are."""
+    spec = MatmulSpec(64, 256, "u4", 64, experts=2)
+    with pytest.raises(SpecError, match=r"rows of x that are sorted by expert, which lowbit.LowbitExperts does"):
+        mm = lowbit.compile(spec, target)
+        assert "lowbit.expert_matmul" in mm.ir("lowbit")
+        mm(torch.zeros(3, 256, dtype=torch.half), mm.pack(*random_inputs(replace(spec, experts=1), 1)[1].values()))
 
 
 # -- that these tests can fail
