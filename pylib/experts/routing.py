@@ -90,7 +90,7 @@ def combine(o: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
         raise SpecError(f"top_k_weights must be {wanted}, one for each id of top_k_index, not {given}")
     tokens, k = routing.slots.shape
     terms = o.index_select(0, routing.slots.view(-1)).view(tokens, k, o.shape[-1])
-    terms = terms.masked_fill(routing.elsewhere.unsqueeze(-1), 0)
+    terms.masked_fill_(routing.elsewhere.unsqueeze(-1), 0)
     weights = top_k_weights.masked_fill(routing.elsewhere, 0).to(torch.float32).unsqueeze(-1)
     total = torch.zeros(tokens, o.shape[-1], dtype=torch.float32, device=o.device)
     for place in range(k):

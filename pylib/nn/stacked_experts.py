@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import assume_constant_result
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -99,6 +100,7 @@ def stacked(lists: Sequence[nn.ModuleList]) -> Stacked:
     return Stacked(matrices if common else (), tuple(common), codes_of(lists))
 
 
+@assume_constant_result  # torch.compile would trace into what looks at the GPU, and warn
 def target_of(device: torch.device) -> str | None:
     """Returns the target for experts on a device; None where a kernel for all of them is nothing that there is."""
     return target_at(device.index) if device.type == "cuda" else None
