@@ -27,6 +27,7 @@ from torch.compiler import assume_constant_result, is_compiling
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.pylib.experts.combiner import combine_by_kernel
 from lowbit.pylib.experts.routing import combine, route
 from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
@@ -121,11 +122,15 @@ class LowbitExperts(NoDense):
         experts, (gate_up, down) = len(self.gate_up), found.matrices
         tile = tile_for(found.tiles, top_k_index.shape[0] * top_k_index.shape[1], experts)
         routing = route(top_k_index, experts, tile)
-        run = torch.ops.lowbit.expert_matmul if is_compiling() or is_observed() else multiply
+        traced = is_compiling() or is_observed()
+        run = torch.ops.lowbit.expert_matmul if traced else multiply
         h = run(x, routing.rows, routing.tiles, gate_up.tensors, gate_up.kernel, tile)
         a = dense._apply_gate(self, h)
         o = run(a, routing.numbers, routing.tiles, down.tensors, down.kernel, tile)
-        return combine(o, routing, top_k_weights).to(x.dtype)
+        target = target_of(x.device)
+        if traced or target is None:
+            return combine(o, routing, top_k_weights).to(x.dtype)
+        return combine_by_kernel(o, routing, top_k_index, top_k_weights, experts, target).to(x.dtype)
 
     def _together(self, x: Tensor) -> Stacked | None:
         """Returns the stacked weights for a call, if a kernel for all experts serves it.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowbit import SpecError
+from lowbit.pylib.experts.combiner import combine_by_kernel
 from lowbit.pylib.experts.routing import Routing, combine, route
 
 Ids = NDArray[np.int64]
@@ -168,3 +169,39 @@ def test_weights_that_do_not_fit() -> None:
     routing = route(torch.zeros(2, 2, dtype=torch.int64), 4, 16)
     with pytest.raises(SpecError, match=r"top_k_weights must be \[2, 2\], one for each id of top_k_index, not \[2\]"):
         combine(torch.zeros(4, 16), routing, torch.zeros(2))
+
+
+# -- the kernel that adds up
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(1, 1, 8), (5, 2, 64), (3, 8, 520), (2, 3, 1024)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_kernel_adds_up_the_same(
+    tokens: int, top_k: int, hidden: int, dtype: torch.dtype, kind: torch.dtype
+) -> None:
+    """Elsewhere is what is no number, in rows and weights alike: it adds nothing."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, 5, (tokens, top_k), generator=generator, dtype=kind)
+    routing, weights = route(ids, 4, 16), torch.rand(tokens, top_k, generator=generator)
+    o = torch.randn(tokens * top_k, hidden, generator=generator).to(dtype)
+    o[routing.slots[routing.elsewhere]] = torch.nan
+    weights[routing.elsewhere] = torch.inf
+    found = combine_by_kernel(o, routing, ids, weights, 4, "emulator:sm_80")
+    torch.testing.assert_close(found, combine(o, routing, weights), rtol=1e-6 if dtype is torch.float32 else 0, atol=0)
+
+
+def test_a_kernel_keeps_what_is_no_number_in_its_token() -> None:
+    ids, weights = torch.tensor([[0, 1], [1, 2], [2, 0]]), torch.ones(3, 2)
+    routing, o = route(ids, 3, 16), torch.ones(6, 16)
+    o[routing.slots[1, 0]] = torch.nan
+    found = combine_by_kernel(o, routing, ids, weights, 3, "emulator:sm_80")
+    assert found.isnan().any(1).tolist() == [False, True, False] and (found[0] == 2).all()
+
+
+def test_columns_that_no_kernel_has() -> None:
+    ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    o = torch.randn(2, 12)
+    routing = route(ids, 2, 16)
+    found = combine_by_kernel(o, routing, ids, weights, 2, "emulator:sm_80")
+    assert torch.equal(found, combine(o, routing, weights))
