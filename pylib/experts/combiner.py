@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.pylib.experts.routing import Routing, combine
+from lowbit.pylib.weights.tensor_checks import ALIGNMENT
 
 if TYPE_CHECKING:
     from lowbit.pylib.runtime.kernel import Kernel
@@ -33,14 +34,20 @@ def combine_by_kernel(
     kernel = _kernel(hidden, top_k, experts, _ELEMENTS[o.dtype], words, target)
     y = o.new_empty((tokens, hidden))
     kernel(
-        o=o,
-        ids=top_k_index.contiguous().view(torch.int32),
+        o=_aligned(o),
+        ids=_aligned(top_k_index).view(torch.int32),
         slots=routing.slots.view(torch.int32),
-        weights=top_k_weights.to(torch.float32).contiguous(),
+        weights=_aligned(top_k_weights.to(torch.float32)),
         y=y,
         m=tokens,
     )
     return y
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Returns a tensor as kernels read it: contiguous, at a multiple of 16 bytes, which slices may not be."""
+    whole = tensor.contiguous()
+    return whole.clone() if whole.data_ptr() % ALIGNMENT else whole
 
 
 @lru_cache(maxsize=64)

@@ -199,6 +199,13 @@ def test_a_kernel_keeps_what_is_no_number_in_its_token() -> None:
     assert found.isnan().any(1).tolist() == [False, True, False] and (found[0] == 2).all()
 
 
+def test_a_kernel_takes_slices_at_any_address() -> None:
+    ids, weights, o = torch.tensor([[0, 1, 1]] * 3), torch.rand(4, 3), torch.randn(9, 16)
+    routing = route(ids, 2, 16)
+    found = combine_by_kernel(o, routing, ids, weights[1:], 2, "emulator:sm_80")
+    assert torch.equal(found, combine(o, routing, weights[1:]))
+
+
 def test_columns_that_no_kernel_has() -> None:
     ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
     o = torch.randn(2, 12)
