@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lowbit
@@ -333,6 +335,17 @@ def test_gradients_go_through_each_expert() -> None:
     with torch.enable_grad():
         experts(x.requires_grad_(), ids, weights).sum().backward()
     assert x.grad is not None and x.grad.any() and experts._stacked is None
+
+
+def test_slices_of_one_weight_are_saved_as_they_were(tmp_path: Path) -> None:
+    """safetensors refuses tensors that share bytes; those of experts share a storage alone."""
+    experts, path = quantized(), tmp_path / "experts.safetensors"
+    before = {name: tensor.clone() for name, tensor in experts.state_dict().items() if isinstance(tensor, Tensor)}
+    experts(*call_of(3))
+    assert is_served(experts)
+    state = experts.state_dict()
+    save_file({name: state[name] for name in before}, path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in load_file(path).items())
 
 
 # -- the matmul of experts

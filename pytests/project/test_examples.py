@@ -111,6 +111,11 @@ def test_gguf_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not example["main"]()
 
 
+def test_mixture_of_experts() -> None:
+    pytest.importorskip("transformers")
+    assert load("mixture_of_experts.py")["main"](64, 64, 4, 3) < 0.25
+
+
 def test_gated_mlp() -> None:
     for target in ("cpu", "emulator:sm_90a"):
         assert load("gated_mlp.py")["main"](128, 64, 5, target) < 2e-3
