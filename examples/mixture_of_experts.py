@@ -52,7 +52,8 @@ def main(hidden: int = 256, inner: int = 128, experts: int = 8, tokens: int = 6)
     x = torch.randn(1, tokens, hidden, device=device).bfloat16()
     y = model[0](x)
     error = float((y - dense(x)).abs().max() / dense(x).abs().max())
-    print(f"{experts} experts of {inner} x {hidden} on {device}, {tokens} tokens: largest error {error:.2f} of the largest")
+    sizes = f"{experts} experts of {inner} x {hidden}, {tokens} tokens"
+    print(f"{sizes} on {device}: largest error {error:.2f} of the largest")
 
     if device == "cuda":
         held = x.clone()
