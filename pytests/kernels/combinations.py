@@ -54,6 +54,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "permuted": (False, True),
     "outliers": (False, True),
     "epilogue": (None, "silu_mul", "gelu_mul", "residual"),
+    "experts": (1,),  # those are called in another way
     "n": (16, 40, 48),
     "k": (64, 96, 192, 256, 260),
 }

@@ -196,7 +196,7 @@ def kind(spec: MatmulSpec) -> dict[str, Any]:
 
 def test_the_sample_covers_formats_and_scales() -> None:
     every = {"matmul": (set(FORMATS), SCALES), "quantized_matmul": (set(FORMATS), NUMBERS)}
-    for family in (family for family in FAMILIES.values() if family.takes_any_tokens):
+    for family in (family for family in FAMILIES.values() if family.takes_any_tokens and family.operation in every):
         formats, scales = every[family.operation]
         specs = [case.spec for case in SAMPLE if case.family == family.name]
         assert {spec.weight for spec in specs} == formats
