@@ -124,7 +124,17 @@ CASES = integer_cases() + ARRAY.cases
 
 def cases_of(family: str, wanted: Callable[[MatmulSpec], bool] = lambda spec: True) -> Iterator[Case]:
     """Yields the cases that a family of kernels serves; to choose kernels for all takes half a minute."""
-    return (case for number, case in enumerate(CASES) if wanted(case.spec) and family_of_case(number) == family)
+    likely = ((number, case) for number, case in enumerate(CASES) if wanted(case.spec) and may_serve(family, case))
+    return (case for number, case in likely if family_of_case(number) == family)
+
+
+def may_serve(family: str, case: Case) -> bool:
+    """Tells, without choosing a kernel, whether a family may serve a case."""
+    return (
+        (bool(case.spec.compute) or not family.startswith("eight_bit"))
+        and (case.target == "emulator:sm_90a" or "wgmma" not in family)
+        and (case.schedule is not None or family != "decode_integer")
+    )
 
 
 @cache
