@@ -6,9 +6,9 @@
 // CHECK-LABEL: lowbit.program @matmul(%x: !llvm.ptr<1>, %codes: !llvm.ptr<1>, %scales: !llvm.ptr<1>, %zeros: !llvm.ptr<1>, %y: !llvm.ptr<1>, %m: i32)
 // CHECK:      {grid = [4, 1, 1], threads = 64
 // CHECK:        %[[TILE:.*]] = lowbit.block_id {axis = 0}
-// CHECK:        %[[ZERO:.*]] = lowbit.constant {value = 0.000000e+00 : f32}
 // CHECK:        %[[CODES:.*]] = lowbit.global_view %codes : {{.*}} -> !global_8x4x32xv4xi32
 // CHECK:        %[[X:.*]] = lowbit.global_view %x, %m : {{.*}} -> !global_8xnx64xf16
+// CHECK:        %[[ZERO:.*]] = lowbit.constant {value = 0.000000e+00 : f32}
 
 // One round: copy a step of every warp (the weight before the activations, which the kernel before this one may
 // still be writing), then decode, multiply, and scale the product of a group.

@@ -6,7 +6,7 @@
 // CHECK-SAME:    (%[[X:.*]]: !llvm.ptr<1>, %[[CODES:.*]]: !llvm.ptr<1>
 // CHECK:         {grid = ["sm_count / 1", 1, 1], {{.*}}threads = 256
 // The stages of x, whose rows are padded by 16 bytes.
-// CHECK:         lowbit.alloc_shared : !shared_4x1x{{[0-9]+}}x64xf16
+// CHECK:         lowbit.alloc_shared : !shared_4x1x1x{{[0-9]+}}x64xf16
 // CHECK:         lowbit.block_count
 // The weight does not wait for the kernel before; x does. All stages but one are filled before the first tile.
 // CHECK:         lowbit.load %
