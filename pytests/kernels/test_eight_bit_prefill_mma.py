@@ -140,7 +140,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "tokens": (
         CopiedPanels,
         "_copy_part",
-        lambda right: lambda self, target, token, panel: right(self, target, token * 0, panel),
+        lambda right: lambda self, target, token, *rest: right(self, target, token * 0, *rest),
     ),
 }
 

@@ -15,13 +15,12 @@ from functools import lru_cache
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, KernelSchedule
-from lowbit.passes.kernels.experts.family import Experts
+from lowbit.passes.kernels.experts.family import MOST_BY_MMA, Experts
 from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.target import Target
 
 _MMA, _WGMMA = ExpertsMma(), Experts()
-_MOST_BY_MMA = 32  # slots of a tile, where wgmma is there
 _TILES = (16, 32, 64, 128, 192)
 _BY_MEAN = ((16, 16), (24, 32), (44, 64), (90, 128), (150, 192), (400, 128), (math.inf, 192))
 """Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
@@ -30,7 +29,7 @@ _BY_MEAN = ((16, 16), (24, 32), (44, 64), (90, 128), (150, 192), (400, 128), (ma
 @lru_cache(maxsize=256)
 def schedule_for(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule | None:
     """Returns the schedule of the kernel whose tiles have so many slots; None where there is none."""
-    by_wgmma = target.has_wgmma and tile > _MOST_BY_MMA
+    by_wgmma = target.has_wgmma and tile > MOST_BY_MMA
     families: tuple[KernelFamily[KernelSchedule], ...] = (_WGMMA, _MMA) if by_wgmma else (_MMA,)  # type: ignore[assignment]
     return next((s for family in families for s in family.candidates(spec, tile, target)), None)
 

@@ -18,6 +18,7 @@ from lowbit.passes.target import Target
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
+MOST_BY_MMA = 32  # slots of a tile, up to which mma.sync serves them better (docs/lab-notebook/experts.md)
 _PANELS = ((128, 4), (64, 8), (64, 4))  # columns and stages, the most promising first
 
 
@@ -28,6 +29,14 @@ class Experts(KernelFamily[ExpertsSchedule]):
     operation: ClassVar[Operation] = "expert_matmul"
     schedule_type = ExpertsSchedule
     takes_any_tokens: ClassVar[bool] = True
+
+    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        """Slots of a tile, of which a kernel serves any number."""
+        many = (tile for tile in ExpertsSchedule.allowed["tokens"] if tile > MOST_BY_MMA)
+        return tuple(tile for tile in many if self.candidates(spec, tile, target)) if spec.experts > 1 else ()
+
+    def serves(self, schedule: ExpertsSchedule, token_tile: int) -> bool:
+        return schedule.tokens == token_tile
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsSchedule]:
         """The first of `_PANELS` that fits."""
