@@ -14,6 +14,7 @@ from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.optional import optional_attributes
 
+NUMBERS = (*REALS, "i32")
 _SEGMENTS = ("operandSegmentSizes", "resultSegmentSizes")
 
 
@@ -126,6 +127,11 @@ def same_element(expected: object, got: object, what: str) -> None:
 def real(element: object, what: str) -> None:
     """An element must be one that can be computed with."""
     expect(element in REALS, f"element of the {what}", " or ".join(REALS), element)
+
+
+def number(element: object, what: str) -> None:
+    """An element must be one that can be added and compared: a real or an integer of 32 bits."""
+    expect(element in NUMBERS, f"element of the {what}", " or ".join(NUMBERS), element)
 
 
 def activation(element: object, what: str) -> None:

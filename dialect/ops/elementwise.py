@@ -2,14 +2,15 @@
 
 Operands have the element and the shape of the result, or dims of size 1, which are broadcast. What is exact or rounded
 once on a GPU is so here; the docstring of every approximation has its largest error. Elements of f16 and bf16 are
-computed as f32 where the GPU has no instruction for them, and rounded then.
+computed as f32 where the GPU has no instruction for them, and rounded then. Integers of 32 bits are added, subtracted
+and multiplied modulo 2^32, compared as numbers with a sign, and divided as numbers without one.
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, in_range, real, same_element, text, verifier
+from lowbit.dialect.checks import expect, in_range, number, real, same_element, text, verifier
 from lowbit.dialect.ops.common import check_rounding
 from lowbit.dialect.optional import Optional
 from lowbit.dialect.types import CONDITION, FormatAttr, Lowbit, Reg, RegType, read_format
@@ -22,6 +23,13 @@ def _check_elementwise(op: Any) -> None:
     """Operands have the result's shape, or dims of size 1 that are spread over it without moving data."""
     result = Reg.of(op.result.type)
     real(result.element, "result")
+    _check_operands(list(op.operands), result.element, result)
+
+
+def _check_numbers(op: Any) -> None:
+    """The same for operations that integers of 32 bits have, too."""
+    result = Reg.of(op.result.type)
+    number(result.element, "result")
     _check_operands(list(op.operands), result.element, result)
 
 
@@ -106,7 +114,7 @@ class AddOp(Lowbit.Operation, name="add", traits=[ext.Pure]):
     b: ext.Operand[RegType]
     result: ext.Result[RegType]
 
-    verify_invariants = verifier(_check_elementwise)
+    verify_invariants = verifier(_check_numbers)
 
 
 class SubOp(Lowbit.Operation, name="sub", traits=[ext.Pure]):
@@ -116,7 +124,7 @@ class SubOp(Lowbit.Operation, name="sub", traits=[ext.Pure]):
     b: ext.Operand[RegType]
     result: ext.Result[RegType]
 
-    verify_invariants = verifier(_check_elementwise)
+    verify_invariants = verifier(_check_numbers)
 
 
 class MulOp(Lowbit.Operation, name="mul", traits=[ext.Pure]):
@@ -126,7 +134,7 @@ class MulOp(Lowbit.Operation, name="mul", traits=[ext.Pure]):
     b: ext.Operand[RegType]
     result: ext.Result[RegType]
 
-    verify_invariants = verifier(_check_elementwise)
+    verify_invariants = verifier(_check_numbers)
 
 
 class DivOp(Lowbit.Operation, name="div", traits=[ext.Pure]):
@@ -139,6 +147,20 @@ class DivOp(Lowbit.Operation, name="div", traits=[ext.Pure]):
     verify_invariants = verifier(_check_elementwise)
 
 
+class QuotientOp(Lowbit.Operation, name="quotient", traits=[ext.Pure]):
+    """The quotient of two integers (i32) without a sign, rounded down. It is undefined for a divisor of 0."""
+
+    a: ext.Operand[RegType]
+    b: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        result = Reg.of(op.result.type)
+        same_element("i32", result.element, "element of the result")
+        _check_operands(list(op.operands), "i32", result)
+
+
 class MaxOp(Lowbit.Operation, name="max", traits=[ext.Pure]):
     """The larger of a and b, NaN if one of them is; -0 is less than 0."""
 
@@ -146,7 +168,7 @@ class MaxOp(Lowbit.Operation, name="max", traits=[ext.Pure]):
     b: ext.Operand[RegType]
     result: ext.Result[RegType]
 
-    verify_invariants = verifier(_check_elementwise)
+    verify_invariants = verifier(_check_numbers)
 
 
 class MinOp(Lowbit.Operation, name="min", traits=[ext.Pure]):
@@ -156,7 +178,7 @@ class MinOp(Lowbit.Operation, name="min", traits=[ext.Pure]):
     b: ext.Operand[RegType]
     result: ext.Result[RegType]
 
-    verify_invariants = verifier(_check_elementwise)
+    verify_invariants = verifier(_check_numbers)
 
 
 class FmaOp(Lowbit.Operation, name="fma", traits=[ext.Pure]):
@@ -258,7 +280,7 @@ class CompareOp(Lowbit.Operation, name="compare", traits=[ext.Pure]):
         expect(predicate in COMPARISONS, "predicate", f"one of {', '.join(COMPARISONS)}", predicate)
         result = Reg.of(op.result.type)
         same_element(CONDITION, result.element, "element of the result")
-        real(element, "operands")
+        number(element, "operands")
         _check_operands([op.a, op.b], element, result)
 
 
@@ -273,6 +295,6 @@ class SelectOp(Lowbit.Operation, name="select", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         result = Reg.of(op.result.type)
-        real(result.element, "result")
+        number(result.element, "result")
         _check_operands([op.condition], CONDITION, result)
         _check_operands([op.a, op.b], result.element, result)

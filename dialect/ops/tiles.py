@@ -7,11 +7,12 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import (
+    NUMBERS,
     activation,
     expect,
     fragments,
     in_range,
-    real,
+    number,
     same_element,
     same_warps,
     verifier,
@@ -20,13 +21,13 @@ from lowbit.dialect.checks import (
 from lowbit.dialect.elements import OPERANDS
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
-from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.fragments import MMA_B_NK, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.ops.common import I32, check_access, memory_of
 from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import UNIT, Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, element_bits
 
 WARP = 32  # threads
+_MOST_I32 = 1 << 31
 
 
 class LoadOp(Lowbit.Operation, name="load"):
@@ -57,17 +58,45 @@ class GatherOp(Lowbit.Operation, name="gather"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        source, index, tile = memory_of(op.source), Reg.of(op.index.type), Reg.of(op.result.type)
-        real(source.element, "source")
-        same_element(source.element, tile.element, "element of the result")
-        same_element("i32", index.element, "element of the index")
-        expect(tile.layout == index.layout, "layout", index.layout, tile.layout)
-        outer = len(source.shape) - 1
-        expect(len(op.offsets) == outer, "offsets", f"one for each dim but the last ({outer})", len(op.offsets))
-        if isinstance(source, Shared):
-            expect(source.swizzle == 0, "swizzle", "none", source.swizzle)
-        else:
-            expect(set(source.divisors) == {1}, "divisors", "all 1", list(source.divisors))
+        _check_indexed(op, memory_of(op.source), Reg.of(op.result.type), "source", "result")
+
+
+def _check_indexed(op: Any, memory: Global | Shared, tile: Reg, what: str, value: str) -> None:
+    """Elements of the last dim of memory are those of a tile, one for each of a tile of indices."""
+    index = Reg.of(op.index.type)
+    number(memory.element, what)
+    same_element(memory.element, tile.element, f"element of the {value}")
+    same_element("i32", index.element, "element of the index")
+    expect(tile.layout == index.layout, "layout", index.layout, tile.layout)
+    outer = len(memory.shape) - 1
+    expect(len(op.offsets) == outer, "offsets", f"one for each dim but the last ({outer})", len(op.offsets))
+    if isinstance(memory, Shared):
+        expect(memory.swizzle == 0, "swizzle", "none", memory.swizzle)
+    else:
+        expect(set(memory.divisors) == {1}, "divisors", "all 1", list(memory.divisors))
+
+
+class ScatterOp(Lowbit.Operation, name="scatter"):
+    """target[offsets, i] = value for every i of a tile of i32: elements of the last dim of device or shared memory.
+
+    Elements whose index is outside of that dim are left out: below 0, or its size and more. With `combine` "add",
+    integers (i32) in shared memory are counted up: target[offsets, i] += value, as often as i is there. Else no two
+    elements may have the same index. Of several threads that hold an element, the first writes it.
+    """
+
+    value: ext.Operand[RegType]
+    target: ext.Operand[Any]
+    index: ext.Operand[RegType]
+    offsets: Sequence[ext.Operand[I32]]
+    combine = Choice("replace", "add")
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        target, tile = memory_of(op.target), Reg.of(op.value.type)
+        _check_indexed(op, target, tile, "target", "value")
+        if op.combine == "add":
+            counts = isinstance(target, Shared) and target.element == "i32"
+            expect(counts, 'target with combine "add"', "i32 in shared memory", op.target.type)
 
 
 class ReadIndexOp(Lowbit.Operation, name="read_index"):
@@ -139,19 +168,40 @@ class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         element = Reg.of(op.result.type).element
-        expect(element in (*REALS, "i32"), "element of the result", f"{' or '.join(REALS)} or i32", element)
+        number(element, "result")
+        if element == "i32":
+            for value in [v for v in (op.value, op.lower) if v is not None]:
+                given = float(ir.FloatAttr(value).value)
+                fits = given.is_integer() and -_MOST_I32 <= given < _MOST_I32
+                expect(fits, "value of i32", "an integer of 32 bits", given)
 
 
 class SplatOp(Lowbit.Operation, name="splat", traits=[ext.Pure]):
-    """A tile of one value that is known when the kernel runs: an f32 parameter, rounded to the tile's element."""
+    """A tile of one value that is known when the kernel runs: an f32 parameter, rounded to the tile's element, or an
+    i32."""
 
     value: ext.Operand[Any]
     result: ext.Result[RegType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        expect(str(op.value.type) == "f32", "value", "f32", op.value.type)
-        real(Reg.of(op.result.type).element, "result")
+        element = Reg.of(op.result.type).element
+        wanted = "i32" if element == "i32" else "f32"
+        expect(str(op.value.type) == wanted, "value", wanted, op.value.type)
+        number(element, "result")
+
+
+class IotaOp(Lowbit.Operation, name="iota", traits=[ext.Pure]):
+    """The place of each element along a dim, in i32: 0, 1, 2 .."""
+
+    dim: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        tile = Reg.of(op.result.type)
+        same_element("i32", tile.element, "element of the result")
+        in_range(op.dim, "dim", 0, len(tile.shape) - 1)
 
 
 class MaterializeOp(Lowbit.Operation, name="materialize"):
@@ -206,7 +256,7 @@ class SliceOp(Lowbit.Operation, name="slice", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        known = (*REALS, *OPERANDS)
+        known = (*NUMBERS, *OPERANDS)
         expect(a.element in known, "element of the source", " or ".join(dict.fromkeys(known)), a.element)
         same_element(a.element, b.element, "element")
         expect(len(a.shape) == len(b.shape), "rank", len(a.shape), len(b.shape))
@@ -256,7 +306,7 @@ class DiagonalOp(Lowbit.Operation, name="diagonal", traits=[ext.Pure]):
 
 class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
     """The sum over one dim, or the largest element ("max", NaN if there is one); the dim stays with size 1. It must lie
-    within each thread or, in f32, within each warp, whose lanes exchange their parts."""
+    within each thread or, in f32 and i32, within each warp, whose lanes exchange their parts."""
 
     source: ext.Operand[RegType]
     dim: ir.IntegerAttr
@@ -266,12 +316,13 @@ class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        real(a.element, "source")
+        number(a.element, "source")
         same_element(a.element, b.element, "element")
         dim = in_range(op.dim, "dim", 0, len(a.shape) - 1)
         spread = [d for d in a.layout.thread_digits() if d.dim == dim]
-        inside = not spread or (a.element == "f32" and all(d.size * d.divisor <= WARP for d in spread))
-        where = "within each thread, or in f32 within each warp"
-        fix = "; cast to f32 first" if a.element != "f32" else ""
+        wide = a.element in ("f32", "i32")
+        inside = not spread or (wide and all(d.size * d.divisor <= WARP for d in spread))
+        where = "within each thread, or in f32 and i32 within each warp"
+        fix = "" if wide else "; cast to f32 first"
         expect(inside, f"dim {dim}", where, f"{a.element} spread over threads by {a.layout}{fix}")
         expect(b.layout == a.layout.reduce((dim,)), "layout", a.layout.reduce((dim,)), b.layout)

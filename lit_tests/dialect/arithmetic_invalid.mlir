@@ -207,6 +207,24 @@ func.func @compare_predicate(%t: !t) {
 // -----
 
 !t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+func.func @quotient_of_reals(%t: !t) {
+  // expected-error @below {{'lowbit.quotient' op element of the result: expected i32, got f32}}
+  %0 = "lowbit.quotient"(%t, %t) : (!t, !t) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
+func.func @add_bytes(%t: !t) {
+  // expected-error @below {{'lowbit.add' op element of the result: expected f16 or bf16 or f32 or i32, got i8}}
+  %0 = "lowbit.add"(%t, %t) : (!t, !t) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
 func.func @compare_result(%t: !t) {
   // expected-error @below {{'lowbit.compare' op element of the result: expected i1, got f32}}
   %0 = "lowbit.compare"(%t, %t) {predicate = "lt"} : (!t, !t) -> !t
@@ -217,7 +235,7 @@ func.func @compare_result(%t: !t) {
 
 !condition = !lowbit.reg<[8, 4], i1, "spatial(8, 4)">
 func.func @compare_conditions(%t: !condition) {
-  // expected-error @below {{'lowbit.compare' op element of the operands: expected f16 or bf16 or f32, got i1}}
+  // expected-error @below {{'lowbit.compare' op element of the operands: expected f16 or bf16 or f32 or i32, got i1}}
   %0 = "lowbit.compare"(%t, %t) {predicate = "eq"} : (!condition, !condition) -> !condition
   return
 }
@@ -245,7 +263,7 @@ func.func @select_element(%condition: !lowbit.reg<[8, 4], i1, "spatial(8, 4)">, 
 
 !t = !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
 func.func @reduce_threads(%t: !t) {
-  // expected-error @below {{'lowbit.reduce' op dim 0: expected within each thread, or in f32 within each warp, got f16 spread over threads by spatial(8, 4); cast to f32 first}}
+  // expected-error @below {{'lowbit.reduce' op dim 0: expected within each thread, or in f32 and i32 within each warp, got f16 spread over threads by spatial(8, 4); cast to f32 first}}
   %0 = "lowbit.reduce"(%t) {dim = 0} : (!t) -> !lowbit.reg<[1, 4], f16, "replicated(8, rank=2).spatial(1, 4)">
   return
 }
@@ -254,7 +272,7 @@ func.func @reduce_threads(%t: !t) {
 
 !t = !lowbit.reg<[2, 32], f32, "spatial(2, 32)">
 func.func @reduce_warps(%t: !t) {
-  // expected-error @below {{'lowbit.reduce' op dim 0: expected within each thread, or in f32 within each warp, got f32 spread over threads by spatial(2, 32)}}
+  // expected-error @below {{'lowbit.reduce' op dim 0: expected within each thread, or in f32 and i32 within each warp, got f32 spread over threads by spatial(2, 32)}}
   %0 = "lowbit.reduce"(%t) {dim = 0} : (!t) -> !lowbit.reg<[1, 32], f32, "replicated(2, rank=2).spatial(1, 32)">
   return
 }

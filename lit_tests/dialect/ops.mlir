@@ -118,6 +118,20 @@ lowbit.program @everything(%x_pointer: !llvm.ptr<1>, %w_pointer: !llvm.ptr<1>, %
   %quotient = lowbit.div %chosen, %scale : !d, !scales_f32 -> !d
   %sums = lowbit.row_sums %b : !b -> !sums
 
+  // CHECK: lowbit.iota {dim = 0} : !reg
+  // CHECK: lowbit.splat %
+  // CHECK: lowbit.quotient %
+  // CHECK: lowbit.scatter %{{.*}}, %{{.*}}[], %{{.*}} {combine = "add"}
+  // CHECK: lowbit.scatter %{{.*}}, %{{.*}}[%{{.*}}], %{{.*}} :
+  %counts = lowbit.alloc_shared : !lowbit.shared<[64], i32, [1], 0>
+  %place = lowbit.iota {dim = 0} : !lowbit.reg<[32], i32, "spatial(32)">
+  %many = lowbit.splat %m : i32 -> !lowbit.reg<[32], i32, "spatial(32)">
+  %index = lowbit.quotient %place, %many : !lowbit.reg<[32], i32, "spatial(32)">
+  lowbit.scatter %place, %counts[], %index {combine = "add"}
+      : !lowbit.reg<[32], i32, "spatial(32)">, !lowbit.shared<[64], i32, [1], 0>, !lowbit.reg<[32], i32, "spatial(32)">
+  %column = lowbit.constant {value = 1.0 : f32} : !lowbit.reg<[32], f16, "spatial(32)">
+  lowbit.scatter %column, %x[%block], %index : !lowbit.reg<[32], f16, "spatial(32)">, !x, !lowbit.reg<[32], i32, "spatial(32)">
+
   // CHECK: lowbit.reshape %
   // CHECK: lowbit.reduce %
   %flat = lowbit.reshape %fused : !d -> !d_flat

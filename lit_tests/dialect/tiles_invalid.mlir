@@ -11,8 +11,40 @@ func.func @splat(%value: f16) {
 // -----
 
 func.func @splat_of_integers(%value: f32) {
-  // expected-error @below {{'lowbit.splat' op element of the result: expected f16 or bf16 or f32, got i8}}
+  // expected-error @below {{'lowbit.splat' op element of the result: expected f16 or bf16 or f32 or i32, got i8}}
   %0 = "lowbit.splat"(%value) : (f32) -> !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @splat_of_a_real(%value: f32) {
+  // expected-error @below {{'lowbit.splat' op value: expected i32, got f32}}
+  %0 = "lowbit.splat"(%value) : (f32) -> !lowbit.reg<[8, 4], i32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @iota_of_reals() {
+  // expected-error @below {{'lowbit.iota' op element of the result: expected i32, got f32}}
+  %0 = "lowbit.iota"() {dim = 0} : () -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @iota_along_no_dim() {
+  // expected-error @below {{'lowbit.iota' op dim: expected 0..1, got 2}}
+  %0 = "lowbit.iota"() {dim = 2} : () -> !lowbit.reg<[8, 4], i32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @constant_between_integers() {
+  // expected-error @below {{'lowbit.constant' op value of i32: expected an integer of 32 bits, got 0.5}}
+  %0 = "lowbit.constant"() {value = 0.5 : f32} : () -> !lowbit.reg<[8, 4], i32, "spatial(8, 4)">
   return
 }
 
@@ -268,7 +300,7 @@ func.func @diagonal_columns(%rows: !rows) {
 
 !source = !lowbit.global<[4, 64], vector<4xi32>, [64, 1], [1, 1]>
 func.func @gather_codes(%source: !source, %index: !lowbit.reg<[32], i32, "spatial(32)">, %row: i32) {
-  // expected-error @below {{'lowbit.gather' op element of the source: expected f16 or bf16 or f32, got vector<4xi32>}}
+  // expected-error @below {{'lowbit.gather' op element of the source: expected f16 or bf16 or f32 or i32, got vector<4xi32>}}
   %0 = "lowbit.gather"(%source, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1>}
     : (!source, !lowbit.reg<[32], i32, "spatial(32)">, i32) -> !lowbit.reg<[32], vector<4xi32>, "spatial(32)">
   return
@@ -321,5 +353,49 @@ func.func @gather_layout(%source: !source, %index: !lowbit.reg<[64], i32, "spati
   // expected-error @below {{layout: expected spatial(32).local(2), got local(2).spatial(32)}}
   %0 = "lowbit.gather"(%source, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1>}
     : (!source, !lowbit.reg<[64], i32, "spatial(32).local(2)">, i32) -> !lowbit.reg<[64], f16, "local(2).spatial(32)">
+  return
+}
+
+// -----
+
+!target = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
+!tile = !lowbit.reg<[32], f32, "spatial(32)">
+func.func @scatter_value(%target: !target, %value: !tile, %index: !lowbit.reg<[32], i32, "spatial(32)">, %row: i32) {
+  // expected-error @below {{'lowbit.scatter' op element of the value: expected f16, got f32}}
+  "lowbit.scatter"(%value, %target, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1, 1>}
+    : (!tile, !target, !lowbit.reg<[32], i32, "spatial(32)">, i32) -> ()
+  return
+}
+
+// -----
+
+!target = !lowbit.shared<[64], f16, [1], 0>
+!tile = !lowbit.reg<[32], f16, "spatial(32)">
+func.func @scatter_layout(%target: !target, %value: !tile, %index: !lowbit.reg<[32], i32, "spatial(4).local(8)">) {
+  // expected-error @below {{layout: expected spatial(4).local(8), got spatial(32)}}
+  "lowbit.scatter"(%value, %target, %index) {operandSegmentSizes = array<i32: 1, 1, 1, 0>}
+    : (!tile, !target, !lowbit.reg<[32], i32, "spatial(4).local(8)">) -> ()
+  return
+}
+
+// -----
+
+!target = !lowbit.global<[64], i32, [1], [1]>
+!tile = !lowbit.reg<[32], i32, "spatial(32)">
+func.func @scatter_sums_in_device_memory(%target: !target, %value: !tile, %index: !tile) {
+  // expected-error @below {{target with combine "add": expected i32 in shared memory, got !lowbit.global<[64], i32, [1], [1]>}}
+  "lowbit.scatter"(%value, %target, %index) {combine = "add", operandSegmentSizes = array<i32: 1, 1, 1, 0>}
+    : (!tile, !target, !tile) -> ()
+  return
+}
+
+// -----
+
+!target = !lowbit.shared<[64], i32, [1], 0>
+!tile = !lowbit.reg<[32], i32, "spatial(32)">
+func.func @scatter_combined_otherwise(%target: !target, %value: !tile, %index: !tile) {
+  // expected-error @below {{combine: expected one of "replace", "add", got "max"}}
+  "lowbit.scatter"(%value, %target, %index) {combine = "max", operandSegmentSizes = array<i32: 1, 1, 1, 0>}
+    : (!tile, !target, !tile) -> ()
   return
 }

@@ -26,6 +26,10 @@ class Elementwise(Operations):
         """a / b, at most 2 ulps of f32 off."""
         return elementwise(ops.DivOp, a, b)
 
+    def quotient(self, a: Operand, b: Operand) -> Tile:
+        """a / b of integers (i32) without a sign, rounded down."""
+        return elementwise(ops.QuotientOp, a, b)
+
     def max(self, a: Operand, b: Operand) -> Tile:
         """The larger of each two, NaN if one of them is."""
         return elementwise(ops.MaxOp, a, b)

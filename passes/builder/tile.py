@@ -26,7 +26,7 @@ class Tile(NoOperators):
 
     value: Any
 
-    operators = "a tile has + - * / abs() and comparisons, with tiles and numbers, and what Program has"
+    operators = "a tile has + - * / // abs() and comparisons, with tiles and numbers, and what Program has"
     __hash__ = object.__hash__
 
     @property
@@ -68,6 +68,12 @@ class Tile(NoOperators):
 
     def __rtruediv__(self, other: float) -> Tile:
         return elementwise(ops.DivOp, other, self)
+
+    def __floordiv__(self, other: Operand) -> Tile:
+        return elementwise(ops.QuotientOp, self, other)
+
+    def __rfloordiv__(self, other: int) -> Tile:
+        return elementwise(ops.QuotientOp, other, self)
 
     def __neg__(self) -> Tile:
         return elementwise(ops.NegOp, self)
@@ -137,4 +143,5 @@ def _values(operands: tuple[Operand, ...], reg: Reg) -> list[Any]:
 
 
 def _constant(number: float, reg: Reg) -> Any:
-    return ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), float(number)), reg.type).result
+    kind = ir.F64Type if reg.element == "i32" else ir.F32Type  # f32 has not every integer of 32 bits
+    return ops.ConstantOp(ir.FloatAttr.get(kind.get(), float(number)), reg.type).result

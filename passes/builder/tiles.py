@@ -30,10 +30,21 @@ class Tiles(Operations):
     def gather(self, source: Memory, offsets: Sequence[Index], index: Tile) -> Tile:
         """Returns source[offsets, i] for each i of a tile of i32, which must be a place in the last dim.
 
-        source: real numbers in device or shared memory; offsets: one for each other dim.
+        source: numbers or i32 in device or shared memory; offsets: one for each other dim.
         """
         result = Reg(source.type.element, index.layout).type
         return Tile(ops.GatherOp(source.value, index.value, indices(offsets), result).result)
+
+    def scatter(
+        self, value: Tile, target: Memory, offsets: Sequence[Index], index: Tile, combine: str = "replace"
+    ) -> None:
+        """Writes target[offsets, i] = value for each i of a tile of i32; those outside of the last dim are left out.
+
+        target: numbers or i32 in device or shared memory; offsets: one for each other dim. combine: "replace", for
+        which no two elements may have the same index, or "add", to i32 in shared memory.
+        """
+        op = ops.ScatterOp(value.value, target.value, index.value, indices(offsets))
+        op.combine = combine
 
     def read_index(self, source: Memory, offsets: Sequence[Index]) -> Scalar:
         """Returns source[offsets], an i32 of device memory that the kernel does not write, as a scalar."""
@@ -65,8 +76,12 @@ class Tiles(Operations):
         return Tile(op.result)
 
     def splat(self, value: Scalar, element: str, layout: Layout) -> Tile:
-        """A tile of one value that is known when the kernel runs: an f32 parameter, rounded to `element`."""
+        """A tile of one value that is known when the kernel runs: an f32 parameter, rounded to `element`, or an i32."""
         return Tile(ops.SplatOp(value.value, Reg(element, layout).type).result)
+
+    def iota(self, dim: int, layout: Layout) -> Tile:
+        """The place of each element along a dim: 0, 1, 2 .. in i32."""
+        return Tile(ops.IotaOp(i64(dim), Reg("i32", layout).type).result)
 
     def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
         """Returns the same registers as a tile of another type and layout: the bits of each thread stay where they are.

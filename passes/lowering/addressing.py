@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,15 @@ def replica_digits(layout: Layout) -> list[tuple[int, int]]:
             found.append((size, divisor))
         divisor *= size
     return found
+
+
+def first_replica(layout: Layout, threads: ThreadIndex) -> Any | None:
+    """Whether this thread is the first of those that hold the same elements of a tile; None: there is one only."""
+    conditions = [
+        arith.cmpi(arith.CmpIPredicate.eq, threads.digit(size, divisor, layout.threads), emit.constant(0))
+        for size, divisor in replica_digits(layout)
+    ]
+    return Access.all(conditions)
 
 
 class Access:
@@ -229,19 +238,12 @@ class Access:
 
     def first_replica(self) -> Any | None:
         """Whether this thread is the first of those that hold the same elements; None: there is one only."""
-        conditions: list[Any] = []
-        for size, divisor in replica_digits(self.layout):
-            digit = self._threads.digit(size, divisor, self.layout.threads)
-            conditions.append(arith.cmpi(arith.CmpIPredicate.eq, digit, emit.constant(0)))
-        return self.all(conditions)
+        return first_replica(self.layout, self._threads)
 
     @staticmethod
     def all(conditions: Sequence[Any]) -> Any | None:
         """Their conjunction; None for none."""
-        result: Any = None
-        for c in conditions:
-            result = c if result is None else arith.andi(result, c)
-        return result
+        return reduce(arith.andi, conditions) if conditions else None
 
     # -- vectors
 

@@ -25,12 +25,12 @@ Make = Callable[..., Any]
 """Writes the operation for one element, or for a vector of two, of every operand."""
 
 _PREDICATES = {
-    "lt": arith.CmpFPredicate.OLT,
-    "le": arith.CmpFPredicate.OLE,
-    "eq": arith.CmpFPredicate.OEQ,
-    "ne": arith.CmpFPredicate.UNE,
-    "gt": arith.CmpFPredicate.OGT,
-    "ge": arith.CmpFPredicate.OGE,
+    "lt": (arith.CmpFPredicate.OLT, arith.CmpIPredicate.slt),
+    "le": (arith.CmpFPredicate.OLE, arith.CmpIPredicate.sle),
+    "eq": (arith.CmpFPredicate.OEQ, arith.CmpIPredicate.eq),
+    "ne": (arith.CmpFPredicate.UNE, arith.CmpIPredicate.ne),
+    "gt": (arith.CmpFPredicate.OGT, arith.CmpIPredicate.sgt),
+    "ge": (arith.CmpFPredicate.OGE, arith.CmpIPredicate.sge),
 }
 
 
@@ -93,17 +93,17 @@ def raise_bits(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.AddOp)
 def add(op: Any, c: LoweringContext) -> None:
-    _in_pairs(op, c, arith.addf)
+    _in_pairs(op, c, arith.addf, arith.addi)
 
 
 @lowers(ops.SubOp)
 def sub(op: Any, c: LoweringContext) -> None:
-    _in_pairs(op, c, arith.subf)
+    _in_pairs(op, c, arith.subf, arith.subi)
 
 
 @lowers(ops.MulOp)
 def mul(op: Any, c: LoweringContext) -> None:
-    _in_pairs(op, c, arith.mulf)
+    _in_pairs(op, c, arith.mulf, arith.muli)
 
 
 @lowers(ops.FmaOp)
@@ -113,12 +113,12 @@ def fma(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.MaxOp)
 def maximum(op: Any, c: LoweringContext) -> None:
-    _in_pairs(op, c, arith.maximumf)
+    _in_pairs(op, c, arith.maximumf, arith.maxsi)
 
 
 @lowers(ops.MinOp)
 def minimum(op: Any, c: LoweringContext) -> None:
-    _in_pairs(op, c, arith.minimumf)
+    _in_pairs(op, c, arith.minimumf, arith.minsi)
 
 
 @lowers(ops.NegOp)
@@ -134,6 +134,11 @@ def magnitude(op: Any, c: LoweringContext) -> None:
 @lowers(ops.DivOp)
 def div(op: Any, c: LoweringContext) -> None:
     _in_f32(op, c, partial(emit.f32_instruction, "div.full.f32"))
+
+
+@lowers(ops.QuotientOp)
+def quotient(op: Any, c: LoweringContext) -> None:
+    _one_by_one(op, c, arith.divui)
 
 
 @lowers(ops.ReciprocalOp)
@@ -171,12 +176,12 @@ def sqrt(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.CompareOp)
 def compare(op: Any, c: LoweringContext) -> None:
-    predicate, f32 = _PREDICATES[text_attr(op, "predicate")], ir.F32Type.get()
+    (of_reals, of_integers), f32 = _PREDICATES[text_attr(op, "predicate")], ir.F32Type.get()
 
     def make(a: Any, b: Any) -> Any:
-        return arith.cmpf(predicate, emit.convert(f32, a), emit.convert(f32, b))
+        return arith.cmpf(of_reals, emit.convert(f32, a), emit.convert(f32, b))
 
-    _one_by_one(op, c, make)
+    _one_by_one(op, c, partial(arith.cmpi, of_integers) if Reg.of(op.a.type).element == "i32" else make)
 
 
 @lowers(ops.SelectOp)
@@ -184,9 +189,15 @@ def select(op: Any, c: LoweringContext) -> None:
     _one_by_one(op, c, arith.select)
 
 
-def _in_pairs(op: Any, c: LoweringContext, make: Make) -> None:
-    """Lowers an operation that GPUs have for every real element, and for two neighbours of 16 bits."""
+def _in_pairs(op: Any, c: LoweringContext, make: Make, of_integers: Make | None = None) -> None:
+    """Lowers an operation that GPUs have for every real element, and for two neighbours of 16 bits.
+
+    of_integers   makes it of i32, where it is one of integers, too
+    """
     reg = Reg.of(op.result.type)
+    if of_integers is not None and reg.element == "i32":
+        _one_by_one(op, c, of_integers)
+        return
     operands = [c.tiles[v] for v in op.operation.operands]
     slots = _slots(operands, reg)
     if kind_of(reg) == "pair" and all(_pairs_up(s) for s in slots):

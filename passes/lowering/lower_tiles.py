@@ -30,6 +30,8 @@ from lowbit.passes.targets import parse_target
 import_rules()
 
 SHARED_SYMBOL = "shared_memory"
+_WRITTEN = {"lowbit.store": 1, "lowbit.scatter": 1, "lowbit.last_arrival": 0, "lowbit.others_arrived": 0}
+"""Operations that write device memory, and which of their operands it is."""
 _RESERVED = 1024  # bytes of shared memory that every block takes for the system
 
 
@@ -134,8 +136,8 @@ class _Lowering:
         overlaps = self.target.has_clusters and any(op.operation.name == "lowbit.grid_wait" for op in every)
         written: set[Any] = set()
         for op in every:
-            if op.operation.name in ("lowbit.store", "lowbit.last_arrival", "lowbit.others_arrived"):
-                view = op.operation.operands[1 if op.operation.name == "lowbit.store" else 0].owner
+            if op.operation.name in _WRITTEN:
+                view = op.operation.operands[_WRITTEN[op.operation.name]].owner
                 if not isinstance(view, ir.Block) and view.name == "lowbit.global_view":
                     written.add(view.operands[0])
         each = [_attributes_of(param_kind(a.type, "parameter"), a in written, overlaps) for a in source.arguments]

@@ -11,7 +11,7 @@ from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import UNIT, Global, Reg, Shared, element_bits, read_layout, read_strings
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.addressing import Access, Place
+from lowbit.passes.lowering.addressing import Access, Place, first_replica
 from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, either, when
 from lowbit.passes.lowering.fragment import Fragment
 from lowbit.passes.lowering.registry import lowers
@@ -106,20 +106,52 @@ def _loaded(reg: Reg, source: Access) -> Fragment:
 @lowers(ops.GatherOp)
 def gather(op: Any, c: LoweringContext) -> None:
     """A load for each element of a thread."""
-    place, index, reg = c.places[op.source], c.tiles[op.index], Reg.of(op.result.type)
-    *outer, last = place.type.strides
-    row = place.base
-    for offset, stride in zip(c.offsets(op), outer):
-        row = emit.offset_bytes(row, dynamic=_in_bytes(offset, stride, place))
+    index, reg = c.tiles[op.index], Reg.of(op.result.type)
+    address = _indexed(c.places[op.source], op, c)
     type_, alignment = ir.Type.parse(str(reg.element)), element_bits(reg.element) // 8
 
     def element(slot: int) -> Any:
-        address = emit.offset_bytes(row, dynamic=_in_bytes(index.scalar(slot), last, place))
-        return llvm.load(type_, address, alignment=alignment)
+        return llvm.load(type_, address(index.scalar(slot)), alignment=alignment)
 
     fragment = Fragment(reg, "scalar", element)
     c.pending.add_read(fragment)
     c.tiles[op.result] = fragment
+
+
+@lowers(ops.ScatterOp)
+def scatter(op: Any, c: LoweringContext) -> None:
+    """A store for each element of a thread whose index is inside, or an addition that other threads can't divide."""
+    c.pending.finish_reads()
+    value, index, target = c.tiles[op.value], c.tiles[op.index], c.places[op.target]
+    address, first = _indexed(target, op, c), first_replica(value.reg.layout, c.threads)
+    alignment = element_bits(value.reg.element) // 8
+
+    def write(slot: int, place: Any) -> None:
+        if op.combine == "add":
+            _add_to_shared(address(place), value.scalar(slot))
+        else:
+            llvm.store(value.scalar(slot), address(place), alignment=alignment)
+
+    for slot in range(value.reg.layout.locals):
+        place = index.scalar(slot)
+        inside = arith.cmpi(arith.CmpIPredicate.ult, place, target.sizes[-1])
+        keep = Access.all([x for x in (first, inside) if x is not None])
+        value.scalar(slot)  # not under the condition: others may use the register
+        when(keep, lambda s=slot, p=place: write(s, p))
+
+
+def _add_to_shared(address: Any, number: Any) -> None:
+    text = "red.shared.add.u32 [$0], $1;"
+    llvm.inline_asm(None, [address, number], text, "r,r,~{memory}", has_side_effects=True, asm_dialect=0)
+
+
+def _indexed(place: Place, op: Any, c: LoweringContext) -> Callable[[Any], Any]:
+    """Returns what makes the address of an element of the last dim, by its index, at an operation's offsets."""
+    *outer, last = place.type.strides
+    row = place.base
+    for offset, stride in zip(c.offsets(op), outer):
+        row = emit.offset_bytes(row, dynamic=_in_bytes(offset, stride, place))
+    return lambda index: emit.offset_bytes(row, dynamic=_in_bytes(index, last, place))
 
 
 @lowers(ops.ReadIndexOp)

@@ -6,6 +6,8 @@ Each notes how to make the registers of its result, and makes none yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from functools import reduce as fold
 from typing import Any
 
 from lowbit.dialect import ops
@@ -41,9 +43,28 @@ def constant(op: Any, c: LoweringContext) -> None:
 @lowers(ops.SplatOp)
 def splat(op: Any, c: LoweringContext) -> None:
     reg, value = Reg.of(op.result.type), c.scalars[op.value]
-    if reg.element != "f32":
+    if reg.element not in ("f32", "i32"):
         value = arith.truncf(ir.Type.parse(str(reg.element)), value)
     c.tiles[op.result] = Fragment(reg, "scalar", lambda i: value)
+
+
+@lowers(ops.IotaOp)
+def iota(op: Any, c: LoweringContext) -> None:
+    """A base for each thread, and a constant for each slot."""
+    reg, dim = Reg.of(op.result.type), int_attr(op, "dim")
+    layout = reg.layout
+    local = layout.table()[0, :, dim]
+
+    @cache
+    def base() -> Any:
+        parts = [
+            arith.muli(c.threads.digit(size, divisor, layout.threads), emit.constant(stride))
+            for size, divisor, d, stride in layout.thread_digits()
+            if d == dim
+        ]
+        return fold(arith.addi, parts, emit.constant(0))
+
+    c.tiles[op.result] = Fragment(reg, "scalar", lambda slot: arith.addi(base(), emit.constant(int(local[slot]))))
 
 
 @lowers(ops.ViewOp)
@@ -91,7 +112,8 @@ def reshape(op: Any, c: LoweringContext) -> None:
 @lowers(ops.ReduceOp)
 def reduce(op: Any, c: LoweringContext) -> None:
     source, reg = c.tiles[op.source], Reg.of(op.result.type)
-    combine = {"sum": arith.addf, "max": arith.maximumf}[op.combine]
+    of_reals, of_integers = {"sum": (arith.addf, arith.addi), "max": (arith.maximumf, arith.maxsi)}[op.combine]
+    combine = of_integers if reg.element == "i32" else of_reals
     members: dict[int, list[int]] = {}
     for slot, into in enumerate(reg.layout.slots_for(source.reg.layout)):
         members.setdefault(into, []).append(slot)

@@ -168,7 +168,7 @@ def other_scope(p: Program, x: Any) -> None:
         (copy_of_another_shape, "shape of the layout: expected the target's, (4, 64), got (8, 64)"),
         (slice_between_threads, "local digits alone do not cut [0, 4) of dim 0"),
         (reshape_of_another_size, "cannot reshape"),
-        (reduce_between_threads, "dim 0: expected within each thread, or in f32 within each warp"),
+        (reduce_between_threads, "dim 0: expected within each thread, or in f32 and i32 within each warp"),
         (matrix_rows_unaligned, "strides: expected multiples of 8 (16 bytes)"),
         (no_such_parameter, "test has no parameter 'y'; it has x, m"),
         (other_scope, "scope: expected one of warps, block, cluster, cluster_arrive, cluster_wait, got 'grid'"),

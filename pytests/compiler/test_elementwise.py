@@ -144,6 +144,64 @@ def test_cast_from_integers(element: str) -> None:
     assert torch.equal(run(lambda p, x, z: p.cast(x, "f32", "unsigned"), x, x, torch.float32), unsigned)
 
 
+def integers(seed: int) -> Tensor:
+    """Any integers of 32 bits, some of them small."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-(1 << 31), 1 << 31, (16, 8), generator=generator).int()
+    return torch.where(torch.rand(16, 8, generator=generator) < 0.3, x % 5 - 2, x)
+
+
+def _without_sign(x: Tensor) -> Tensor:
+    return x.long() % (1 << 32)
+
+
+INTEGER_OPERATIONS: dict[str, tuple[Body, Callable[[Tensor, Tensor], Tensor]]] = {
+    "add": (lambda p, x, z: x + z, torch.add),
+    "sub": (lambda p, x, z: x - z, torch.sub),
+    "mul": (lambda p, x, z: x * z, torch.mul),
+    "max": (lambda p, x, z: p.max(x, z), torch.maximum),
+    "min": (lambda p, x, z: p.min(x, z), torch.minimum),
+    "quotient": (lambda p, x, z: x // z, lambda x, z: (_without_sign(x) // _without_sign(z)).int()),
+    "select": (lambda p, x, z: p.select(x < z, x, 7), lambda x, z: torch.where(x < z, x, 7)),
+    "numbers": (lambda p, x, z: (1 << 24) + 1 - x * 3, lambda x, z: (1 << 24) + 1 - x * 3),
+}
+
+
+@pytest.mark.parametrize("name", INTEGER_OPERATIONS)
+def test_integers(name: str) -> None:
+    """Modulo 2^32; divided without a sign, and compared with one."""
+    body, exact = INTEGER_OPERATIONS[name]
+    x, z = integers(0), integers(1)
+    z[z == 0] = 3
+    assert torch.equal(run(body, x, z), exact(x, z))
+
+
+@pytest.mark.parametrize("predicate", ops.COMPARISONS)
+def test_integers_compare_with_their_sign(predicate: str) -> None:
+    x, z = integers(0), integers(1)
+    z[::2] = x[::2]
+    assert torch.equal(run(partial(_ones_where, predicate), x, z).bool(), getattr(x, f"__{predicate}__")(z))
+
+
+@pytest.mark.parametrize(("dim", "combine"), [(0, "sum"), (1, "sum"), (1, "max")])
+def test_integers_are_reduced_over_lanes(dim: int, combine: str) -> None:
+    x = integers(0)
+    y = run(lambda p, x, z: x * 0 + p.reduce(x, dim, combine), x, x)
+    expected = x.sum(dim, keepdim=True).int() if combine == "sum" else x.amax(dim, keepdim=True)
+    assert torch.equal(y, expected.expand(16, 8))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_places_along_a_dim(dim: int) -> None:
+    y = run(lambda p, x, z: p.iota(dim, LAYOUT) + x * 0, integers(0), integers(1))
+    assert y.tolist() == [[(row, column)[dim] for column in range(8)] for row in range(16)]
+
+
+def test_an_integer_for_all_elements() -> None:
+    y = run(lambda p, x, z: p.splat(p.block_id(0) + 40, "i32", LAYOUT), integers(0), integers(1))
+    assert (y == 40).all()
+
+
 @pytest.mark.parametrize("element", TYPES)
 def test_numbers_on_either_side(element: str) -> None:
     """Of powers of two every quotient and every sum here is exact in each type."""
@@ -184,6 +242,10 @@ def _truth(p: Program, x: Tile) -> object:
 
 
 WRONG: Sequence[tuple[Callable[[Program, Tile], object], str]] = [
+    (lambda p, x: x // 2, "element of the result: expected i32, got f32"),
+    (lambda p, x: p.iota(0, LAYOUT) + 0.5, "value of i32: expected an integer of 32 bits, got 0.5"),
+    (lambda p, x: p.exp(p.iota(0, LAYOUT)), "element of the result: expected f16 or bf16 or f32, got i32"),
+    (lambda p, x: p.splat(p.block_id(0), "f32", LAYOUT), "value: expected f32, got i32"),
     (lambda p, x: p.max(1.0, 2.0), "at least one operand must be a tile"),
     (_truth, "choose with Program.select"),
     (lambda p, x: p.compare(x, "less", x), "predicate: expected one of lt, le, eq, ne, gt, ge, got less"),

@@ -125,6 +125,90 @@ def test_replicas_store_once() -> None:
     np.testing.assert_array_equal(y[:, 0], x.sum(1))
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["device", "shared"])
+@pytest.mark.parametrize(("element", "kind"), [("f16", np.float16), ("f32", np.float32), ("i32", np.int32)])
+def test_scatter_and_gather(element: str, kind: Any, shared: bool) -> None:
+    """Each element goes to a place of its own in a row; those below 0 and from 64 on go nowhere."""
+    index = np.random.default_rng(0).permutation(np.arange(-32, 96)).astype(np.int32)
+    x, y = numbers(128, kind=kind), np.full((3, 64), 77, kind)
+    back = np.zeros(128, kind)
+
+    def body(p: Program) -> None:
+        layout = local(4).spatial(32)
+        views = {name: p.global_view(p[name], at, (128,)) for name, at in (("x", element), ("index", "i32"))}
+        target = p.alloc_shared(element, (3, 64)) if shared else p.global_view(p["y"], element, (3, 64))
+        places, row = p.load(views["index"], (0,), layout), p.block_id(0) + 1
+        p.scatter(p.load(views["x"], (0,), layout), target, (row,), places)
+        p.barrier()
+        inside = p.select(places < 64, p.max(places, 0), 63)
+        p.store(p.gather(target, (row,), inside), p.global_view(p["back"], element, (128,)), (0,))
+        if shared:
+            copy_row(p, target, row)
+
+    def copy_row(p: Program, source: Memory, row: Any) -> None:
+        y = p.global_view(p["y"], element, (3, 64))
+        p.store(p.load(source, (row, 0), spatial(1, 32).local(1, 2)), y, (row, 0))
+
+    run(body, x=x, index=index, y=y, back=back)
+    expected = np.full((3, 64), 77, kind)
+    inside = (index >= 0) & (index < 64)
+    expected[1, index[inside]] = x[inside]
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(back, expected[1, np.clip(index, 0, 63)])
+
+
+def test_scatter_counts() -> None:
+    """Many threads add to the same numbers; of replicas the first one does."""
+    index, y = np.random.default_rng(0).integers(-1, 9, 64).astype(np.int32), np.zeros(8, np.int32)
+
+    def body(p: Program) -> None:
+        counts = p.alloc_shared("i32", (8,))
+        p.store(p.constant(0, "i32", spatial(8).replicated(8)), counts, (0,))
+        p.barrier()
+        layout = local(2).spatial(32).replicated(2)
+        places = p.load(p.global_view(p["index"], "i32", (64,)), (0,), layout)
+        p.scatter(p.constant(3, "i32", layout), counts, (), places, "add")
+        p.barrier()
+        copy_counts(p, counts)
+
+    def copy_counts(p: Program, counts: Memory) -> None:
+        p.store(p.load(counts, (0,), spatial(8).replicated(8)), p.global_view(p["y"], "i32", (8,)), (0,))
+
+    run(body, threads=64, index=index, y=y)
+    np.testing.assert_array_equal(y, 3 * np.bincount(index[(index >= 0) & (index < 8)], minlength=8))
+
+
+@pytest.mark.parametrize("combine", ["replace", "add"])
+def test_the_same_place_twice_is_a_race_unless_it_is_added_to(combine: str) -> None:
+    def body(p: Program) -> None:
+        counts, layout = p.alloc_shared("i32", (32,)), spatial(32)
+        p.store(p.constant(0, "i32", layout), counts, (0,))
+        p.barrier()
+        p.scatter(p.constant(1, "i32", layout), counts, (), p.iota(0, layout) // 2, combine)
+        p.barrier()
+        p.store(p.load(counts, (0,), layout), p.global_view(p["y"], "i32", (32,)), (0,))
+
+    y = np.zeros(32, np.int32)
+    if combine == "replace":
+        with pytest.raises(EmulatorError, match="race: writes shared byte"):
+            run(body, y=y)
+    else:
+        run(body, y=y)
+        assert y.tolist() == [2] * 16 + [0] * 16
+
+
+def test_what_is_scattered_may_be_read_again() -> None:
+    """A pointer that a program scatters to is one that it writes: loads of it are not those of constant memory."""
+
+    def body(p: Program) -> None:
+        y, layout = p.global_view(p["y"], "f32", (32,)), spatial(32)
+        p.scatter(p.load(y, (0,), layout) + 1.0, y, (), p.iota(0, layout))
+
+    y = np.zeros(32, np.float32)
+    ptx = run(body, y=y).ptx
+    assert (y == 1).all() and "ld.global" in ptx and "ld.global.nc" not in ptx
+
+
 @pytest.mark.parametrize("vector", [2, 4, 8])
 @pytest.mark.parametrize("m", [1, 3, 4])
 @pytest.mark.parametrize("boundary", ["zero", "clamp", "skip"])

@@ -480,7 +480,7 @@ def buffer_that_is_none(p: Program, x: Any) -> None:
         (smaller_of_scalars, "a scalar is neither true nor false before the program runs"),
         (equal_scalars_in_an_if, "a scalar is neither true nor false before the program runs"),
         (equal_tiles_in_an_if, "a tile is neither true nor false, its elements are; choose with Program.select"),
-        (power_of_a_tile, "a tile has + - * / abs() and comparisons, with tiles and numbers, and what"),
+        (power_of_a_tile, "a tile has + - * / // abs() and comparisons, with tiles and numbers, and what"),
         (part_of_a_tile, "there is no [ ]"),
         (fraction_of_a_scalar, "a scalar has + - * // % & | ~ and comparisons, with scalars and ints; there is no /"),
         (negative_divisor, "the divisor is -2, but scalars are divided without a sign: expected 1 or more"),
