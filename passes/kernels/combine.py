@@ -3,7 +3,7 @@
     y[t, h] = sum over j of weights[t, j] * o[slots[t, j], h]        in f32, in the order of j, rounded once
 
 A block has some columns of a token. The rows of o of all places are on their way before the first is added. A place
-whose id is no expert reads neither its row nor its weight: it adds exactly 0.
+whose slot is in no token tile reads neither its row nor its weight: it adds exactly 0.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ _THREADS = 64  # of a block, each with 16 bytes of a row: so a single token keep
 _COLUMNS = 8  # of a thread
 
 
-def combine_program(hidden: int, top_k: int, experts: int, element: str, words: int) -> Program:
-    """Returns the program for tokens of `hidden` columns, a multiple of 8, and `top_k` of so many experts.
+def combine_program(hidden: int, top_k: int, element: str) -> Program:
+    """Returns the program for tokens of `hidden` columns, a multiple of 8, and `top_k` experts.
 
     element  "f16", "bf16" or "f32": the type of o and y
-    words    32-bit words of an id in memory, 1 or 2; slots have two
 
-    Parameters: o [m * top_k, hidden], ids and slots [m, top_k], weights [m, top_k] in f32, y [m, hidden], and m.
+    Parameters: o [m * top_k, hidden], slots [m, top_k] and tiles [m * top_k + 1, 3] of a `Routing`, weights [m, top_k]
+    in f32, y [m, hidden], and m.
     """
     part = _THREADS * _COLUMNS
-    names = dict.fromkeys(("o", "ids", "slots", "weights", "y"), "pointer") | {"m": "i32"}
+    names = dict.fromkeys(("o", "slots", "tiles", "weights", "y"), "pointer") | {"m": "i32"}
     p = Program("combine", _THREADS, ("ceil(m / 1)", -(-hidden // part), 1), names)
     with p:
         m, token, first = p["m"], p.block_id(0), p.block_id(1) * part
         p.grid_launch_dependents()
         p.grid_wait()
-        ids = p.global_view(p["ids"], "i32", (-1, top_k, words), sizes=[m])
-        slots = p.global_view(p["slots"], "i32", (-1, top_k, 2), sizes=[m])
+        held = p.read_index(p.global_view(p["tiles"], "i32", (-1, 3), sizes=[m * top_k + 1]), (0, 1))
+        slots = p.global_view(p["slots"], "i32", (-1, top_k), sizes=[m])
         weights = p.global_view(p["weights"], "f32", (-1, top_k), sizes=[m])
         o = p.global_view(p["o"], element, (-1, hidden), sizes=[m * top_k])
         layout = spatial(1, _THREADS).local(1, _COLUMNS)
         whole = hidden % part == 0
         total: Tile | None = None
         for place in range(top_k):
-            expert, slot = p.read_index(ids, (token, place, 0)), p.read_index(slots, (token, place, 0))
-            here = (expert < experts) & (expert > -1)
+            slot = p.read_index(slots, (token, place))
+            here = slot < held
             row, of_token = here.select(slot, m * top_k), here.select(token, m)  # else beyond the end, where zeros are
             term = p.cast(p.load(o, (row, first), layout, ("zero", "none" if whole else "zero")), "f32")
             weight = p.load(weights, (of_token, place), layout.reduce((1,)), ("zero", "none"))

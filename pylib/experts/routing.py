@@ -5,7 +5,8 @@ for all of its slots together; a *token tile* is up to T slots of one expert, wh
 ids that are no expert stand behind all others, in no tile.
 
 Both are operations of torch alone, whose shapes depend on nothing but those of their arguments. So no host waits for
-the device, and a CUDA graph that was captured for one routing is right for any other.
+the device, and a CUDA graph that was captured for one routing is right for any other. `by_kernel.py` has a launch for
+each, where torch takes dozens; these are for torch.compile, which fuses them, and say what the kernels compute.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ class Routing:
 
     rows       i32 [slots]: the row of x that a slot reads
     numbers    i32 [slots]: 0, 1 ...: the rows of what a matmul has written for every slot
-    tiles      i32 [slots + 1, 3]: in row 0 how many token tiles there are, 0 and 0; then for each its expert, its first
-               slot, and the slot before which it ends; zeros in rows without a tile
-    slots      i64 [tokens, k]: the slot of each place of a token
-    elsewhere  bool [tokens, k]: places whose id is no expert
+    tiles      i32 [slots + 1, 3]: in row 0 how many token tiles there are, how many slots they have, and 0; then for
+               each its expert, its first slot, and the slot before which it ends; zeros in rows without a tile
+    slots      i32 [tokens, k]: the slot of each place of a token
     """
 
     rows: Tensor
     numbers: Tensor
     tiles: Tensor
     slots: Tensor
-    elsewhere: Tensor
+
+    @property
+    def elsewhere(self) -> Tensor:
+        """Returns which places have an id that is no expert, bool [tokens, k]: those whose slots are in no tile."""
+        return self.slots >= self.tiles[0, 1]
 
 
 def route(top_k_index: Tensor, experts: int, tile: int) -> Routing:
@@ -48,29 +52,30 @@ def route(top_k_index: Tensor, experts: int, tile: int) -> Routing:
 
     Raises SpecError for an index of another type or shape, and for numbers of experts or slots that are not positive.
     """
-    _check(top_k_index, experts, tile)
+    check_index(top_k_index, experts, tile)
     tokens, k = top_k_index.shape
     ids = top_k_index.reshape(-1).clamp(-1, experts).remainder(experts + 1)  # -1 becomes `experts`, the last
     by_expert, order = ids.to(torch.int16 if experts < _LARGEST else torch.int32).sort(stable=True)
     slot = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    slots = torch.empty_like(order).scatter_(0, order, slot.to(order.dtype))
+    slots = torch.empty_like(slot).scatter_(0, order, slot)
     rows = order.div(max(k, 1), rounding_mode="floor").to(torch.int32)
     tiles = _tiles(by_expert, slot, experts, tile)
-    return Routing(rows, slot, tiles, slots.view(tokens, k), (ids == experts).view(tokens, k))
+    return Routing(rows, slot, tiles, slots.view(tokens, k))
 
 
 def _tiles(by_expert: Tensor, slot: Tensor, experts: int, tile: int) -> Tensor:
     """Returns the table of token tiles, of experts of slots in order, and numbers of slots."""
     first = torch.searchsorted(by_expert, by_expert, out_int32=True)  # the first slot of the same expert
     beyond = torch.searchsorted(by_expert, by_expert, out_int32=True, right=True)
-    begins = ((slot - first) % tile == 0) & (by_expert < experts)  # whether a token tile begins with the slot
+    here = by_expert < experts
+    begins = ((slot - first) % tile == 0) & here  # whether a token tile begins with the slot
     row = begins.cumsum(0)
     spare = len(slot) + 1  # a row behind the table, for slots with which none begins
     table = torch.zeros(len(slot) + 2, 3, dtype=torch.int32, device=slot.device)
     each = torch.stack([by_expert.to(torch.int32), slot, torch.minimum(slot + tile, beyond)], 1)
     table.index_copy_(0, torch.where(begins, row, spare), each)
     if len(slot):
-        table[0, 0] = row[-1]
+        table[0, 0], table[0, 1] = row[-1], here.sum()
     return table[: len(slot) + 1]
 
 
@@ -90,15 +95,17 @@ def combine(o: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
         raise SpecError(f"top_k_weights must be {wanted}, one for each id of top_k_index, not {given}")
     tokens, k = routing.slots.shape
     terms = o.index_select(0, routing.slots.view(-1)).view(tokens, k, o.shape[-1])
-    terms.masked_fill_(routing.elsewhere.unsqueeze(-1), 0)
-    weights = top_k_weights.masked_fill(routing.elsewhere, 0).to(torch.float32).unsqueeze(-1)
+    elsewhere = routing.elsewhere
+    terms.masked_fill_(elsewhere.unsqueeze(-1), 0)
+    weights = top_k_weights.masked_fill(elsewhere, 0).to(torch.float32).unsqueeze(-1)
     total = torch.zeros(tokens, o.shape[-1], dtype=torch.float32, device=o.device)
     for place in range(k):
         total = torch.addcmul(total, terms[:, place], weights[:, place])
     return total.to(o.dtype)
 
 
-def _check(top_k_index: Tensor, experts: int, tile: int) -> None:
+def check_index(top_k_index: Tensor, experts: int, tile: int) -> None:
+    """Raises SpecError for what `route` can't sort."""
     if not isinstance(top_k_index, Tensor) or top_k_index.dtype not in (torch.int32, torch.int64):
         given = top_k_index.dtype if isinstance(top_k_index, Tensor) else type(top_k_index).__name__
         raise SpecError(f"top_k_index is {given}; it must be torch.int64 or torch.int32, as torch.topk returns it")

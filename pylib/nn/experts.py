@@ -27,7 +27,7 @@ from torch.compiler import assume_constant_result, is_compiling
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.passes.kernels.experts.choice import tile_for
-from lowbit.pylib.experts.combiner import combine_by_kernel
+from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
 from lowbit.pylib.experts.routing import combine, route
 from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
@@ -121,16 +121,18 @@ class LowbitExperts(NoDense):
         dense: Any = self._dense_class
         experts, (gate_up, down) = len(self.gate_up), found.matrices
         tile = tile_for(found.tiles, top_k_index.shape[0] * top_k_index.shape[1], experts)
-        routing = route(top_k_index, experts, tile)
-        traced = is_compiling() or is_observed()
-        run = torch.ops.lowbit.expert_matmul if traced else multiply
+        target = None if is_compiling() or is_observed() else target_of(x.device)
+        run = torch.ops.lowbit.expert_matmul if target is None else multiply
+        if target is None:
+            routing = route(top_k_index, experts, tile)
+        else:
+            routing = route_by_kernel(top_k_index, experts, tile, target)
         h = run(x, routing.rows, routing.tiles, gate_up.tensors, gate_up.kernel, tile)
         a = dense._apply_gate(self, h)
         o = run(a, routing.numbers, routing.tiles, down.tensors, down.kernel, tile)
-        target = target_of(x.device)
-        if traced or target is None:
+        if target is None:
             return combine(o, routing, top_k_weights).to(x.dtype)
-        return combine_by_kernel(o, routing, top_k_index, top_k_weights, experts, target).to(x.dtype)
+        return combine_by_kernel(o, routing, top_k_weights, target).to(x.dtype)
 
     def _together(self, x: Tensor) -> Stacked | None:
         """Returns the stacked weights for a call, if a kernel for all experts serves it.

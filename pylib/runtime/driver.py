@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -31,6 +31,7 @@ allocate: Callable[..., torch.Tensor] = torch._C._dynamo.guards._empty_strided_c
 # The handle of a device's current stream. None in a torch without CUDA.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
+_HERE = nullcontext()
 # From cuda.h, for the launch; the driver's binary interface does not change them.
 _INVALID_CONTEXT = 201
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
@@ -136,6 +137,17 @@ def _loading_on(device: int) -> Iterator[None]:
 def sm_count(device: int) -> int:
     """Returns the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _several_devices() -> bool:
+    return torch.cuda.device_count() > 1
+
+
+def on_device(device: int) -> AbstractContextManager[Any]:
+    """Makes a GPU current within it. It takes no time where there is one only, and none for a CPU, which is below 0."""
+    away = device >= 0 and _several_devices() and torch.cuda.current_device() != device
+    return torch.cuda.device(device) if away else _HERE
 
 
 class Function:

@@ -24,7 +24,7 @@ from lowbit.passes.kernels.experts.choice import schedule_for_few, tiles_of
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
-from lowbit.pylib.runtime.driver import Function, allocate, current_stream
+from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
 from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
 from lowbit.pylib.runtime.interface import argument_order, check_x_on_cpu, memory_of, unwritten
 from lowbit.pylib.torch_types import TORCH
@@ -116,7 +116,7 @@ class CudaExpertMatmul(ExpertMatmul):
     def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
         device, m, n = x.get_device(), len(rows), self._spec.outputs
         function = self._by_slots.get((device, tile, m)) or self._load(device, tile, m)
-        with torch.cuda.device(device):
+        with on_device(device):
             y = allocate((m, n), (n, 1), self._out)
             if m:
                 settled = is_settled(weight[0])  # the weight is read ahead of the launch's turn in the stream

@@ -23,7 +23,7 @@ from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE, Param
 from lowbit.pylib.build import knobs
 from lowbit.pylib.build.driver import Program
-from lowbit.pylib.runtime.driver import Function, current_stream
+from lowbit.pylib.runtime.driver import Function, current_stream, on_device
 from lowbit.pylib.runtime.gpu import check_device, load_function
 from lowbit.pylib.runtime.interface import memory_of
 from lowbit.pylib.runtime.tensor_map import TensorMap
@@ -124,18 +124,27 @@ class Kernel:
         Raises SpecError or TargetError for arguments that do not fit, by their names.
         """
         self.launch.check_names(arguments)
-        for param in self.launch.arguments:
-            self._check(param, arguments[param.name])
+        values = [arguments[param.name] for param in self.launch.arguments]
+        for param, value in zip(self.launch.arguments, values):
+            self._check(param, value)
+        self._check_together(arguments)
         if 0 not in self.launch.blocks(arguments, sm_count=1):  # else there is nothing to do, on any GPU
-            self._start(arguments)
+            self.start(*values)
 
     def __repr__(self) -> str:
         params = ", ".join(f"{p.name}: {p.kind}" for p in self.launch.arguments)
         return f"Kernel({self.launch.name}({params}); on {self.target})"
 
-    def _start(self, arguments: Mapping[str, Any]) -> None:
-        """Runs the kernel on arguments that have been checked."""
+    def start(self, *values: Any) -> None:
+        """Runs the kernel as a call does, but without its checks, which take some microseconds: for callers that made
+        the arguments themselves. Others may have memory overwritten.
+
+        values   the arguments in the order of the program's parameters
+        """
         raise NotImplementedError
+
+    def _check_together(self, arguments: Mapping[str, Any]) -> None:
+        """Raises TargetError for arguments that do not fit each other."""
 
     def _check(self, param: Param, value: Any) -> None:
         """Raises SpecError or TargetError if a value does not fit its parameter."""
@@ -212,23 +221,29 @@ class CudaKernel(Kernel):
     def cubin(self) -> bytes:
         return self._cubin
 
-    def _start(self, arguments: Mapping[str, Any]) -> None:
-        device = self._device(arguments)
-        if device not in self._functions:
-            check_device(self.target, device)
-            self._functions[device] = load_function(self._program, self.target, device)
-        with torch.cuda.device(device):
-            values = [_for_gpu(arguments[p.name]) for p in self.launch.arguments]
-            self._functions[device](current_stream(device), self._overlap, *values)
+    def start(self, *values: Any) -> None:
+        device = next((tensor.get_device() for tensor in map(_tensor, values) if tensor is not None), None)
+        device = torch.cuda.current_device() if device is None else device
+        function = self._functions.get(device) or self._load(device)
+        with on_device(device):
+            function(current_stream(device), self._overlap, *map(_for_gpu, values))
 
-    def _device(self, arguments: Mapping[str, Any]) -> int:
-        """Returns the device of the tensors, the current one without any. Raises TargetError if they have several."""
-        memory = {name: v.address if isinstance(v, TensorMap) else v for name, v in arguments.items()}
-        devices = {name: tensor.get_device() for name, tensor in memory.items() if isinstance(tensor, Tensor)}
+    def _load(self, device: int) -> Function:
+        check_device(self.target, device)
+        return self._functions.setdefault(device, load_function(self._program, self.target, device))
+
+    def _check_together(self, arguments: Mapping[str, Any]) -> None:
+        tensors = {name: _tensor(value) for name, value in arguments.items()}
+        devices = {name: tensor.get_device() for name, tensor in tensors.items() if tensor is not None}
         if len(set(devices.values())) > 1:
             listed = ", ".join(f"{name} on cuda:{device}" for name, device in devices.items())
             raise TargetError(f"{self.launch.name}: all tensors must be on one GPU, not {listed}")
-        return next(iter(devices.values())) if devices else torch.cuda.current_device()
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """Returns the tensor of an argument that has one."""
+    memory = value.address if isinstance(value, TensorMap) else value
+    return memory if isinstance(memory, Tensor) else None
 
 
 def _for_gpu(value: Any) -> Any:
@@ -250,9 +265,10 @@ class EmulatedKernel(Kernel):
         # It passes from launch to launch, as on a GPU.
         self._workspace = np.zeros(self.launch.workspace_bytes, np.uint8)
 
-    def _start(self, arguments: Mapping[str, Any]) -> None:
-        values = {name: _for_emulator(value) for name, value in arguments.items()}
-        self._emulator.run(self.launch, {WORKSPACE: self._workspace, **values}, racecheck=self._racecheck)
+    def start(self, *values: Any) -> None:
+        names = (param.name for param in self.launch.arguments)
+        arguments = dict(zip(names, map(_for_emulator, values), strict=True))
+        self._emulator.run(self.launch, {WORKSPACE: self._workspace, **arguments}, racecheck=self._racecheck)
 
 
 def _for_emulator(value: Any) -> Any:

@@ -1,0 +1,91 @@
+"""The routing of tokens to experts, and the sum of what these make of them, by a kernel each (`passes.kernels.route`
+and `combine`).
+
+`routing.py` has the same in operations of torch, of which `route` takes some thirty and `combine` a dozen.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowbit.pylib.experts.routing import Routing, check_index, combine, route
+from lowbit.pylib.runtime.driver import allocate, on_device
+from lowbit.pylib.runtime.interface import unwritten
+from lowbit.pylib.weights.tensor_checks import ALIGNMENT
+
+if TYPE_CHECKING:
+    from lowbit.pylib.runtime.kernel import Kernel
+
+_ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+_PIECE = 8  # columns that a thread reads at once
+_MOST_PLACES = 1 << 17  # each block of the kernel counts all
+_MOST_EXPERTS = 1024  # a thread has an eighth of them in registers
+
+
+def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -> Routing:
+    """Returns what `route` returns, bit by bit. More than 2^17 places or 1024 experts go there, and no tokens do.
+
+    target   of the device that top_k_index is on, or of an emulator
+
+    Raises SpecError as `route` does.
+    """
+    check_index(top_k_index, experts, tile)
+    (tokens, k), places = top_k_index.shape, top_k_index.numel()
+    if not 0 < places <= _MOST_PLACES or experts > _MOST_EXPERTS:
+        return route(top_k_index, experts, tile)
+    ids = _aligned(top_k_index)
+    kernel = _route_kernel(k, experts, ids.element_size() // 4, target)
+    shapes = (places,), (places,), (places + 1, 3), (tokens, k)
+    with on_device(ids.get_device()):
+        rows, numbers, tiles, slots = (_unwritten(shape, torch.int32, ids) for shape in shapes)
+        kernel.start(ids, rows, numbers, slots, tiles, tokens, tile)
+    return Routing(rows, numbers, tiles, slots)
+
+
+def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target: str) -> Tensor:
+    """Returns what `combine` returns, up to the rounding of f32. Columns that are no multiple of 8 go there.
+
+    target   of the device that o is on, or of an emulator
+
+    Raises SpecError as `combine` does.
+    """
+    (tokens, top_k), hidden = routing.slots.shape, o.shape[-1]
+    if hidden % _PIECE or not tokens or o.dtype not in _ELEMENTS or top_k_weights.shape != routing.slots.shape:
+        return combine(o, routing, top_k_weights)
+    kernel = _combine_kernel(hidden, top_k, _ELEMENTS[o.dtype], target)
+    weights = _aligned(top_k_weights.to(torch.float32))
+    with on_device(o.get_device()):
+        y = _unwritten((tokens, hidden), o.dtype, o)
+        kernel.start(_aligned(o), routing.slots, routing.tiles, weights, y, tokens)
+    return y
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Returns a tensor as kernels read it: contiguous, at a multiple of 16 bytes, which slices may not be."""
+    whole = tensor.contiguous()
+    return whole.clone() if whole.data_ptr() % ALIGNMENT else whole
+
+
+def _unwritten(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Returns memory for a list or a matrix that a kernel writes, on the current device if `like` is on a GPU."""
+    return allocate(shape, (*shape[1:], 1), dtype) if like.is_cuda else unwritten(shape, dtype)
+
+
+@lru_cache(maxsize=64)
+def _route_kernel(top_k: int, experts: int, words: int, target: str) -> Kernel:
+    from lowbit.passes.kernels.route import route_program
+    from lowbit.pylib.runtime.kernel import compile_program
+
+    return compile_program(lambda: route_program(top_k, experts, words), target, racecheck=False)
+
+
+@lru_cache(maxsize=64)
+def _combine_kernel(hidden: int, top_k: int, element: str, target: str) -> Kernel:
+    from lowbit.passes.kernels.combine import combine_program
+    from lowbit.pylib.runtime.kernel import compile_program
+
+    return compile_program(lambda: combine_program(hidden, top_k, element), target, racecheck=False)

@@ -1,0 +1,134 @@
+"""The kernel that sorts places of tokens by expert, in the emulator: bit by bit what `route` makes in torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit
+from lowbit.dialect.errors import EmulatorError
+from lowbit.passes.builder import Program
+from lowbit.passes.kernels import route as kernel_module
+from lowbit.passes.kernels.route import route_program
+from lowbit.pylib.experts.by_kernel import route_by_kernel
+from lowbit.pylib.experts.routing import Routing, route
+from lowbit.pylib.runtime.kernel import Kernel
+
+TARGET = "emulator:sm_80"
+
+
+@lru_cache(maxsize=None)
+def compiled(top_k: int, experts: int, words: int, target: str = TARGET) -> Kernel:
+    """The kernel, with a look for races."""
+    return lowbit.compile_program(lambda: route_program(top_k, experts, words), target)
+
+
+def run(kernel: Kernel, ids: Tensor, tile: int) -> Routing:
+    """What a kernel makes in memory that held something else."""
+    places = ids.numel()
+    shapes = (places,), (places,), (places + 1, 3), tuple(ids.shape)
+    rows, numbers, tiles, slots = (torch.full(shape, 0x55AA, dtype=torch.int32) for shape in shapes)
+    words = ids.contiguous().view(torch.int32)
+    kernel(ids=words, rows=rows, numbers=numbers, slots=slots, tiles=tiles, m=len(ids), tile=tile)
+    return Routing(rows, numbers, tiles, slots)
+
+
+def assert_same(found: Routing, expected: Routing) -> None:
+    for name in ("rows", "numbers", "tiles", "slots", "elsewhere"):
+        mine, theirs = getattr(found, name), getattr(expected, name)
+        assert mine.dtype is theirs.dtype and torch.equal(mine, theirs), name
+
+
+def is_right(ids: Tensor, experts: int, tile: int, target: str = TARGET) -> bool:
+    words = ids.element_size() // 4
+    found, expected = run(compiled(ids.shape[1], experts, words, target), ids, tile), route(ids, experts, tile)
+    return all(torch.equal(*pair) for pair in zip(vars(found).values(), vars(expected).values(), strict=True))
+
+
+def any_ids(tokens: int, top_k: int, experts: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Ids of experts, some more than once in a token, and some that are none."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(-1, experts + 1, (tokens, top_k), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 63, 64, 65, 255, 257, 513])
+def test_numbers_of_places(tokens: int) -> None:
+    """Pieces are of 64, and every block takes several where there are many."""
+    assert is_right(any_ids(tokens, 1, 8), 8, (16, 48, 192)[tokens % 3])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "tile"),
+    [(3, 1, 1, 16), (4099, 1, 8, 192), (33, 8, 128, 16), (26, 10, 512, 16), (9, 16, 31, 64), (5, 3, 32, 1)],
+)
+def test_numbers_of_experts(tokens: int, top_k: int, experts: int, tile: int) -> None:
+    assert is_right(any_ids(tokens, top_k, experts, torch.int32), experts, tile)
+
+
+ROUTINGS: dict[str, Callable[[], Tensor]] = {
+    "all to one": lambda: torch.full((90, 8), 100),
+    "all to the last": lambda: torch.full((20, 8), 127),
+    "none here": lambda: torch.full((9, 8), -1),
+    "the same twice": lambda: torch.tensor([[3, 3, 0, 3, 0, 127, 3, 0]]),
+    "the last first": lambda: torch.arange(127, -1, -1).view(16, 8),
+    "64 bits": lambda: torch.tensor([[5, (1 << 32) + 5, 5 - (1 << 32), 1 << 31, -(1 << 63), (1 << 63) - 1, 128, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_any_routing(name: str) -> None:
+    assert is_right(ROUTINGS[name](), 128, 16)
+
+
+def test_on_hopper() -> None:
+    """There it may start before the kernel in front of it has ended."""
+    assert is_right(any_ids(70, 4, 16), 16, 32, "emulator:sm_90a")
+    assert compiled(4, 16, 2, "emulator:sm_90a").launch.may_overlap
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_index_at_any_address(dtype: torch.dtype) -> None:
+    """Slices, columns, and every other token."""
+    ids = any_ids(20, 5, 8, dtype)
+    for index in (ids[1:, :2], ids[::3, 1:3], ids.t()[:, :2], ids[3:9, 2:4].t().contiguous().t()):
+        assert_same(route_by_kernel(index, 8, 16, TARGET), route(index, 8, 16))
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(0, 8), ((1 << 16) + 1, 8), (3, 1025)])
+def test_what_torch_sorts(tokens: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokens, more places than each block counts, and more experts than a thread has registers for."""
+    monkeypatch.delattr(kernel_module, "route_program")
+    ids = any_ids(tokens, 2, experts)
+    assert_same(route_by_kernel(ids, experts, 16, TARGET), route(ids, experts, 16))
+
+
+def test_index_that_does_not_fit() -> None:
+    with pytest.raises(lowbit.SpecError, match=r"top_k_index must be \[tokens, k\], not \[2\]"):
+        route_by_kernel(torch.zeros(2, dtype=torch.int64), 4, 16, TARGET)
+
+
+# -- that these tests can fail
+
+
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "no order in a piece": (kernel_module._Block, "_before_in_piece", lambda self, start, expert: expert * 0),
+    "places beyond the end": (kernel_module._Block, "_of_places", lambda self, place, index: index),
+    "no barriers": (Program, "barrier", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTATIONS[what])
+    ids, right = any_ids(150, 2, 8), False
+    with contextlib.suppress(EmulatorError, AssertionError):
+        found = run(lowbit.compile_program(lambda: route_program(2, 8, 2), TARGET), ids, 16)
+        assert_same(found, route(ids, 8, 16))
+        right = True
+    assert not right
