@@ -67,9 +67,9 @@ class MatmulSpec:
                 of codes and groups is W[:, permutation[j]]
     outliers    whether a sparse matrix S of f16 numbers is added to the weight
     bilevel     the second level of scales (zeros, offsets) that are codes: a `Bilevel` (K-quants, SpQR, nested NF4)
-    epilogue    what becomes of sums before they are y (`dialect.epilogue`): "silu_mul" and "gelu_mul" multiply the
-                activated first half of the rows by the second, so y is [m, n / 2]; "residual" adds an argument of the
-                call; None: nothing
+    epilogue    what becomes of sums before they are y (`dialect.epilogue`): "silu_mul", "gelu_mul" and "swiglu_oai"
+                multiply the activated first half of the rows by the second, so y is [m, n / 2]; "residual" adds an
+                argument of the call; None: nothing
     experts     how many experts of n / experts rows each the weight has, one after the other. Rows of x come sorted by
                 expert then, and y has n / experts columns (`lowbit.expert_matmul` in the IR); 1: all rows meet every x
 
@@ -134,9 +134,12 @@ class MatmulSpec:
         if self.n % unit:
             rule = f"experts={self.experts} needs n={self.n}, the rows of all, to be a multiple of {unit}"
             raise SpecError(f"{rule}: {ROWS} for each; pad every expert's rows")
-        for name in ("compute", "permuted", "epilogue"):
+        for name in ("compute", "permuted"):
             if given := getattr(self, name):
                 raise SpecError(f"experts={self.experts} has no {name}={given!r}; drop it, or use a matmul per expert")
+        if self.epilogue == RESIDUAL:
+            fix = "drop it, and add the residual to the sum of a token's experts"
+            raise SpecError(f"experts={self.experts} has no epilogue='residual'; {fix}")
 
     def _check_gated(self) -> None:
         """Raises SpecError unless the halves of a gated MLP can share row blocks."""

@@ -1,4 +1,4 @@
-// RUN: %lowbit-opt %s --plan-packing --expand-matmul | %filecheck %s
+// RUN: %lowbit-opt %s --split-input-file --plan-packing --expand-matmul | %filecheck %s
 
 // Experts: which tile is whose is read from device memory, after the kernel in front has ended; rows of x are copied as
 // a list names them.
@@ -23,4 +23,21 @@ func.func @experts(%x: tensor<?x1024xf16>, %w: !weight, %rows: tensor<?xi32>, %t
   %y = lowbit.expert_matmul %x, %w, %rows, %tiles {experts = 4, schedule = {family = "experts_mma", tokens = 32}}
       : tensor<?x1024xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x128xf16>
   return %y : tensor<?x128xf16>
+}
+
+// -----
+
+// Of experts whose sums are gated, y has half as many columns.
+// CHECK-LABEL: lowbit.program @prefill
+// CHECK:         lowbit.mma %
+// CHECK:         lowbit.exp %
+// CHECK:         %[[SILU:.*]] = lowbit.div %
+// CHECK-NEXT:    %[[GATED:.*]] = lowbit.mul %[[SILU]]
+// CHECK:         %[[Y:.*]] = lowbit.cast %[[GATED]]
+// CHECK:         lowbit.store %[[Y]], {{.*}}skip
+!weight = !lowbit.packed<[512, 1024], #lowbit.format<"u4", []>, 128, "none", "f16">
+func.func @experts(%x: tensor<?x1024xf16>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x64xf16> {
+  %y = lowbit.expert_matmul %x, %w, %rows, %tiles {epilogue = "silu_mul", experts = 4, schedule = {family = "experts_mma", tokens = 32}}
+      : tensor<?x1024xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
 }

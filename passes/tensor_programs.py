@@ -62,6 +62,7 @@ def expert_matmul_module(spec: MatmulSpec) -> ir.Module:
         experts = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), spec.experts)
         op = ops.ExpertMatmulOp(*arguments[:4], y, arguments[4:], experts)
         op.outliers = spec.outliers
+        op.epilogue = spec.epilogue or "none"
         return op
 
     return _function("expert_matmul", [x, packed_type(spec), rows, tiles, *bias], [y], matmul)
@@ -167,8 +168,7 @@ def spec_of(op: Any) -> MatmulSpec:
     added = isinstance(op, ops.MatmulOp | ops.QuantizedMatmulOp | ops.ExpertMatmulOp)
     outliers = isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp | ops.DequantizeOp) and op.outliers
     format = replace(w.format, bias=added and len(op.bias) > 0, outliers=outliers)
-    has_epilogue = isinstance(op, ops.MatmulOp | ops.QuantizedMatmulOp) and op.epilogue != "none"
-    epilogue = cast(Epilogue, op.epilogue) if has_epilogue else None
+    epilogue = cast(Epilogue, op.epilogue) if added and op.epilogue != "none" else None
     return MatmulSpec.of(w.shape, format, _call_of(op), epilogue)
 
 

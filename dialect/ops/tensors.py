@@ -46,8 +46,8 @@ def _check_packing(op: Any, w: Packed) -> None:
 class MatmulOp(Lowbit.Operation, name="matmul"):
     """y[t, n] = sum_k x[t, k] W[n, k] (+ bias[n]): x is tensor<?xk>, w a packed weight, y tensor<?xn>.
 
-    An `epilogue` (`dialect.epilogue`) makes y of these sums: "silu_mul" and "gelu_mul" of both halves of every row
-    block, tensor<?x n / 2>; "residual" adds `residual`, which is like y.
+    An `epilogue` (`dialect.epilogue`) makes y of these sums: "silu_mul", "gelu_mul" and "swiglu_oai" of both halves of
+    every row block, tensor<?x n / 2>; "residual" adds `residual`, which is like y.
 
     With `outliers`, a sparse matrix comes with the weight and is added to it. Sums of both are in f32, rounded once.
 
@@ -75,7 +75,8 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
 
 class ExpertMatmulOp(Lowbit.Operation, name="expert_matmul"):
     """y[s, n] = sum_k x[rows[s], k] W[e(s), n, k] (+ bias[e(s), n]): x is tensor<?xk>, w a packed weight of `experts`
-    experts, whose rows follow one another, and y tensor<?x n / experts>.
+    experts, whose rows follow one another, and y tensor<?x n / experts>. An `epilogue` makes half as
+    many columns of y of both halves of every row block, as in `matmul`.
 
     Slots s are sorted by expert. `rows`, tensor<?xi32>, has the row of x of each. `tiles`, tensor<?x3xi32>, says which
     slots are of which expert, some at a time: how many such tiles there are, in its first row, and in each other row an
@@ -91,6 +92,7 @@ class ExpertMatmulOp(Lowbit.Operation, name="expert_matmul"):
     bias: Sequence[ext.Operand[Any]]
     experts: ir.IntegerAttr
     outliers = Flag()
+    epilogue = Choice("none", *ACTIVATIONS)
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)
 
@@ -103,7 +105,8 @@ class ExpertMatmulOp(Lowbit.Operation, name="expert_matmul"):
         tensor(op.tiles, "tiles", (None, TILE_COLUMNS), ("i32",))
         experts = in_range(op.experts, "experts", 2, w.shape.n)
         expect(w.shape.n % (ROWS * experts) == 0, "rows of all experts", f"a multiple of {ROWS * experts}", w.shape.n)
-        out = tensor(op.y, "y", (None, w.shape.n // experts), tuple(REALS))
+        columns = w.shape.n // experts // (2 if op.epilogue in ACTIVATIONS else 1)
+        out = tensor(op.y, "y", (None, columns), tuple(REALS))
         expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
         for bias in op.bias:
             tensor(bias, "bias", (w.shape.n,), (out,))

@@ -79,7 +79,7 @@ func.func @gated_matmul_of_half_a_block(%x: tensor<?x256xf16>, %w: !weight) -> t
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @matmul_epilogue(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf16> {
-  // expected-error @below {{epilogue: expected one of "none", "silu_mul", "gelu_mul", "residual", got "relu"}}
+  // expected-error @below {{epilogue: expected one of "none", "silu_mul", "gelu_mul", "swiglu_oai", "residual", got "relu"}}
   %y = lowbit.matmul %x, %w {epilogue = "relu"} : tensor<?x256xf16>, !weight -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
@@ -116,6 +116,24 @@ func.func @experts_of_half_a_block(%x: tensor<?x256xf16>, %w: !weight, %rows: te
   // expected-error @below {{rows of all experts: expected a multiple of 64, got 96}}
   %y = lowbit.expert_matmul %x, %w, %rows, %tiles {experts = 4} : tensor<?x256xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x24xf16>
   return %y : tensor<?x24xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @experts_and_a_residual(%x: tensor<?x256xf16>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
+  // expected-error @below {{epilogue: expected one of "none", "silu_mul", "gelu_mul", "swiglu_oai", got "residual"}}
+  %y = lowbit.expert_matmul %x, %w, %rows, %tiles {epilogue = "residual", experts = 4} : tensor<?x256xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
+  return %y : tensor<?x16xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @gated_experts(%x: tensor<?x256xf16>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
+  // expected-error @below {{y: expected tensor<?x8xf16> or}}
+  %y = lowbit.expert_matmul %x, %w, %rows, %tiles {epilogue = "swiglu_oai", experts = 4} : tensor<?x256xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
+  return %y : tensor<?x16xf16>
 }
 
 // -----

@@ -6,8 +6,7 @@ import math
 
 from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.elements import ELEMENTS
-from lowbit.dialect.epilogue import ACTIVATIONS, RESIDUAL
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.epilogue import ACTIVATIONS, RESIDUAL, Activation
 from lowbit.passes.cpu.vector_ops import Value, add, at, constant, f32, i, load, mul, round_to, scalar_type, store, vec
 from lowbit.passes.cpu.weight import Weight
 
@@ -29,8 +28,14 @@ class Epilogue:
         return arith.addf(sums, self._like("bias", row, sums)) if self.spec.bias else sums
 
     def gated(self, gate: Value, up: Value) -> Value:
-        """Returns activation(gate) * up."""
-        return arith.mulf(_activated(self.spec, gate), up)
+        """Returns activation(gate) * (up + shift)."""
+        activation, kind = ACTIVATIONS[str(self.spec.epilogue)], gate.type
+        if activation.is_clamped:
+            most, least = constant(kind, activation.limit), constant(kind, -activation.limit)
+            gate, up = arith.minimumf(gate, most), arith.maximumf(arith.minimumf(up, most), least)
+        if activation.shift:
+            up = arith.addf(up, constant(kind, activation.shift))
+        return arith.mulf(_activated(activation, gate), up)
 
     def store(self, numbers: Value, token: Value, column: Value) -> None:
         """Adds the residual, rounds, and stores numbers of a token, from a column of y on."""
@@ -47,9 +52,9 @@ class Epilogue:
         return loaded if self._out == f32() else arith.extf(kind, loaded)
 
 
-def _activated(spec: MatmulSpec, gate: Value) -> Value:
+def _activated(activation: Activation, gate: Value) -> Value:
     """Returns g / (1 + exp(-g (c + d g^2)))."""
-    activation, kind = ACTIVATIONS[str(spec.epilogue)], gate.type
+    kind = gate.type
     slope = constant(kind, -activation.linear)
     if activation.cubic:
         square = arith.mulf(gate, gate)

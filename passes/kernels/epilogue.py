@@ -54,11 +54,23 @@ class Epilogue:
         return first_row // 2 if self.spec.is_gated else first_row
 
     def _gated(self, total: Tile, activation: Activation) -> Tile:
-        """Returns activation(gate) * up of sums of whole row blocks."""
+        """Returns activation(gate) * (up + shift) of sums of whole row blocks."""
         p, (rows, tokens) = self.p, total.shape
         halves = p.reshape(total, (rows // ROWS, 2, HALF, tokens))
         gate, up = (p.reshape(p.slice(halves, 1, half, 1), (rows // 2, tokens)) for half in (0, 1))
+        if activation.is_clamped:
+            gate, up = self._at_most(gate, activation.limit), self._within(up, activation.limit)
+        if activation.shift:
+            up = p.add(up, activation.shift)
         slope: Tile | float = activation.linear
         if activation.cubic:
             slope = p.fma(p.mul(gate, gate), activation.cubic, activation.linear)
         return p.mul(p.div(gate, p.add(p.exp(p.neg(p.mul(gate, slope))), 1.0)), up)
+
+    def _at_most(self, numbers: Tile, limit: float) -> Tile:
+        """Returns numbers of which larger ones are the limit. NaN stays NaN, which the least of two is not."""
+        return self.p.select(numbers > limit, limit, numbers)
+
+    def _within(self, numbers: Tile, limit: float) -> Tile:
+        """Returns numbers from -limit to limit."""
+        return self.p.select(numbers < -limit, -limit, self._at_most(numbers, limit))

@@ -33,7 +33,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "row_scales": (False, True),
     "permuted": (False, True),
     "outliers": (False, True),
-    "epilogue": (None, None, None, "silu_mul", "gelu_mul", "residual"),
+    "epilogue": (None, None, None, "silu_mul", "gelu_mul", "swiglu_oai", "residual"),
     "n": (1, 16, 24, 40, 64, 136),
     "k": (16, 64, 96, 192, 256, 260, 384, 512, 768),
     "m": (1, 2, 7, 8, 16, 17, 31, 64, 65, 129, 200, 333),

@@ -42,6 +42,9 @@ def ended(y: F64, epilogue: str | None, tensors: Tensors) -> F64:
     gate, up = np.split(y, 2, axis=1)
     if epilogue == "silu_mul":
         return gate / (1 + np.exp(-gate)) * up
+    if epilogue == "swiglu_oai":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
     return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
 
 

@@ -49,7 +49,7 @@ _TEXTS = {
     "compute": "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x.",
     "experts": "Experts that share the rows of the weight.",
     "compute_from": "Rows of x from which on they are quantized; fewer are multiplied in the type of x.",
-    "epilogue": "What becomes of sums: silu_mul, gelu_mul (y [m, n / 2]) or residual.",
+    "epilogue": "What becomes of sums: silu_mul, gelu_mul, swiglu_oai (y [m, n / 2]) or residual.",
     "fold_scales": "With f8e4m3: round scaled weights, so that sums stay in the tensor core.",
 }
 """What `--help` says of each field of a spec, in this order."""

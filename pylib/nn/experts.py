@@ -31,7 +31,9 @@ from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
 from lowbit.pylib.experts.routing import combine, route
 from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
+from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, gate_of, store_like
 from lowbit.pylib.nn.linear import LowbitLinear, act_of
+from lowbit.pylib.nn.packed_module import EXTRA_STATE
 from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
 from lowbit.pylib.operator.expert_schema import multiply
 from lowbit.pylib.operator.tracing import is_observed
@@ -60,6 +62,9 @@ class LowbitExperts(NoDense):
         for name, child in dense.named_children():
             self.add_module(name, child)  # the activation function
         self.gate_up = nn.ModuleList(gate_up)
+        for layer in gate_up:
+            if layer.spec.is_gated:
+                GatedLinear.of(layer, pairs=not getattr(self, "is_concatenated", True))
         self.down = nn.ModuleList(down)
         self._group: Any = None  # the processes that have the parts of these experts
         self._stacked = None
@@ -128,7 +133,7 @@ class LowbitExperts(NoDense):
         else:
             routing = route_by_kernel(top_k_index, experts, tile, target)
         h = run(x, routing.rows, routing.tiles, gate_up.tensors, gate_up.kernel, tile)
-        a = dense._apply_gate(self, h)
+        a = h if gate_up.spec.is_gated else dense._apply_gate(self, h)
         o = run(a, routing.numbers, routing.tiles, down.tensors, down.kernel, tile)
         if target is None:
             return combine(o, routing, top_k_weights).to(x.dtype)
@@ -154,16 +159,27 @@ class LowbitExperts(NoDense):
         return self._stacked is not None and self._stacked.holds((self.gate_up, self.down))
 
     def _stack(self) -> None:
-        self._stacked = stacked((self.gate_up, self.down))
+        self._stacked = stacked((self.gate_up, self.down), self._gate())
+
+    def _gate(self) -> Gate | None:
+        """Returns the gate of the dense class, where a kernel can apply it."""
+        dense: Any = self._dense_class
+        with torch.inference_mode():
+            return gate_of(lambda h: dense._apply_gate(self, h))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._stacked = None
         return super()._apply(fn, recurse)
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Forget the stacked weights: the layers are loaded next, and may get other tensors."""
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Prepare the layers, which are loaded next, for tensors whose rows may be stored in another order."""
         self._stacked = None
-        super()._load_from_state_dict(*arguments)
+        gate = self._gate()
+        for name, layer in self.gate_up.named_children():
+            about = state_dict.get(f"{prefix}gate_up.{name}.{EXTRA_STATE}")
+            if isinstance(layer, LowbitLinear) and isinstance(about, Tensor) and gate:
+                store_like(layer, about, gate)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy is made of, whose layers have other tensors."""
@@ -180,16 +196,22 @@ class LowbitExperts(NoDense):
         """
         blocks = 2 if getattr(self, "is_concatenated", True) else 1  # rows of the gate stand above the others
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down)):
-            packed = cast(LowbitLinear, gate_up).packed
-            parts = [packed.shard(0, block * count + index, blocks * count) for block in range(blocks)]
-            self.gate_up[expert] = concatenated([LowbitLinear.from_packed(part) for part in parts])
+            if isinstance(gate_up, GatedLinear):
+                gate_up.split_(0, index, count)  # a block of 16 rows has some of either half
+            else:
+                packed = cast(LowbitLinear, gate_up).packed
+                parts = [packed.shard(0, block * count + index, blocks * count) for block in range(blocks)]
+                self.gate_up[expert] = concatenated([LowbitLinear.from_packed(part) for part in parts])
             cast(LowbitLinear, down).split_(1, index, count)
         self._group, self._stacked = group, None
 
     def expert(self, expert: int, x: Tensor) -> Tensor:
         """Returns what one expert makes of tokens [..., hidden]."""
         dense: Any = self._dense_class
-        return self.down[expert](dense._apply_gate(self, self.gate_up[expert](x)))
+        layer = self.gate_up[expert]
+        if type(layer) is GatedLinear and not (layer._forward_hooks or layer._forward_pre_hooks):
+            return self.down[expert](layer.gated(x))
+        return self.down[expert](dense._apply_gate(self, layer(x)))
 
     def extra_repr(self) -> str:
         inside = ([getattr(layer, "base_layer", layer) for layer in layers] for layers in (self.gate_up, self.down))

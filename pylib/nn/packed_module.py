@@ -27,7 +27,7 @@ from lowbit.pylib.weights import written
 from lowbit.pylib.weights.packed import PackedWeight
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
-_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dictionary
+EXTRA_STATE = "_extra_state"  # torch's name for it in a state dictionary
 
 
 class PackedModule(NoDense):
@@ -103,7 +103,7 @@ class PackedModule(NoDense):
     def multiply(self, x: Tensor) -> Tensor:
         """Returns x W^T [..., n], and the bias added if there is one, for x [..., k] in the act type; under
         `torch.autocast` in any of its types."""
-        x = _autocast(x, self._act)
+        x = autocast(x, self._act)
         if is_compiling():  # a graph holds the matmul as text; the operator checks x when the graph runs
             return torch.ops.lowbit.matmul.packed(x, *self._operands())
         return self.matmul(x, self.packed)
@@ -202,10 +202,10 @@ class PackedModule(NoDense):
 
     def _check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Put checked tensors into a state dictionary. Raises PackError for those of a weight with another spec."""
-        if prefix + _EXTRA_STATE not in state_dict:
+        if prefix + EXTRA_STATE not in state_dict:
             self._check_nothing_given(state_dict, prefix)
             return
-        about, names = state_dict[prefix + _EXTRA_STATE], self._names_in(state_dict, prefix)
+        about, names = state_dict[prefix + EXTRA_STATE], self._names_in(state_dict, prefix)
         if not names:  # torch says which are missing
             saved_weight.check_spec(about, self.spec)
             return
@@ -221,7 +221,7 @@ class PackedModule(NoDense):
         slots = {slot.name for slot in (*self.spec.tensors, *self.spec.given_tensors)} - {"bias"}
         if given := sorted(name for name in slots if prefix + name in state_dict):
             raise PackError(
-                f"the state dictionary has {', '.join(given)}, and not {_EXTRA_STATE}, which says what they are; load "
+                f"the state dictionary has {', '.join(given)}, and not {EXTRA_STATE}, which says what they are; load "
                 "all that state_dict() gave, or drop them"
             )
 
@@ -251,7 +251,7 @@ class PackedModule(NoDense):
         self._move_note()
 
 
-def _autocast(x: Tensor, act: torch.dtype) -> Tensor:
+def autocast(x: Tensor, act: torch.dtype) -> Tensor:
     """Returns x in the act type where autocast is on, which casts the inputs of nn.Linear, too."""
     if isinstance(x, Tensor) and x.dtype is not act and x.dtype in _CAST and torch.is_autocast_enabled(x.device.type):
         return x.to(act)

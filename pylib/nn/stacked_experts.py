@@ -8,7 +8,7 @@ stacked again at the next call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import cast
 
@@ -17,15 +17,19 @@ from torch import Tensor, nn
 from torch.compiler import assume_constant_result
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.experts.choice import tiles_of
 from lowbit.passes.targets import parse_target
+from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, with_gate
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.runtime.devices import target_at
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.value_range import has_wide_range
+
+_MOST_CODES = 1 << 28  # of experts whose weights are unpacked at a time, of a byte each
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +89,19 @@ def codes_of(lists: Sequence[nn.ModuleList]) -> list[Tensor | None]:
     ]
 
 
-def stacked(lists: Sequence[nn.ModuleList]) -> Stacked:
+def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked:
     """Stacks the tensors of layers of experts, where a kernel serves all experts of each list together.
 
     lists   gate_up and down of every expert
+    gate    what the kernel of gate_up applies to its sums, of whose layers it makes `GatedLinear`s; None: nothing
     """
     for layers in lists:
         for layer in layers:
             if isinstance(layer, LowbitLinear):
                 layer.check_unwritten()
     served = None not in codes_of(lists) and all(_served(list(layers)) for layers in lists)
+    if served and gate:
+        _gate(list(lists[0]), gate)
     matrices = tuple(map(_stack, lists)) if served else ()
     common = [tile for tile in matrices[0].tiles if tile in matrices[1].tiles] if matrices else []
     return Stacked(matrices if common else (), tuple(common), codes_of(lists))
@@ -108,7 +115,7 @@ def target_of(device: torch.device) -> str | None:
 
 def _served(layers: list[nn.Module]) -> bool:
     """Tells whether one kernel can multiply by all of these layers."""
-    if not all(type(layer) is LowbitLinear and "forward" not in vars(layer) for layer in layers):
+    if not all(type(layer) in (LowbitLinear, GatedLinear) and "forward" not in vars(layer) for layer in layers):
         return False  # adapters; or hooks of accelerate
     plain = cast(list[LowbitLinear], layers)
     first, target = plain[0], target_of(plain[0].codes.device)
@@ -145,6 +152,39 @@ def _stack(layers: nn.ModuleList) -> StackedWeights:
         tensors = [_stack_tensor(plain, slot.name) for slot in plain[0].spec.tensors]
     tiles = expert_matmul(spec, target).tiles
     return StackedWeights(spec, tensors, describe(spec, target, None), tiles, tensors[0]._version)
+
+
+def _gate(layers: Sequence[nn.Module], gate: Gate) -> None:
+    """Makes layers `GatedLinear`s, of weights that are stored anew."""
+    plain = cast(list[LowbitLinear], layers)
+    spec = plain[0].spec
+    if spec.is_gated or not _takes(spec, gate):
+        return
+    some = max(1, _MOST_CODES // (spec.n * spec.k))
+    with torch.inference_mode(False), torch.no_grad():
+        for first in range(0, len(plain), some):
+            _gate_some(plain[first : first + some], gate)
+
+
+def _takes(spec: MatmulSpec, gate: Gate) -> bool:
+    """Tells whether the epilogue of a gate goes with a spec."""
+    try:
+        return replace(spec, epilogue=gate.epilogue).is_gated
+    except SpecError:
+        return False
+
+
+def _gate_some(layers: Sequence[LowbitLinear], gate: Gate) -> None:
+    """Makes some layers `GatedLinear`s, which have slices of new tensors."""
+    spec = spec_of_experts(layers[0].spec, len(layers))
+    whole = {slot.name: torch.cat([getattr(layer, slot.name) for layer in layers]) for slot in spec.tensors}
+    made = with_gate(PackedWeight(spec, whole), gate)
+    parts = {name: tensor.chunk(len(layers)) for name, tensor in made.items()}
+    for number, layer in enumerate(layers):
+        one = interned(replace(layer.spec, epilogue=gate.epilogue))
+        layer.hold(PackedWeight(one, {name: part[number] for name, part in parts.items()}))
+        layer.check_unwritten()  # which notes the codes as they are now
+        GatedLinear.of(layer, gate.pairs)
 
 
 def _stack_tensor(layers: Sequence[LowbitLinear], name: str) -> Tensor:

@@ -88,14 +88,17 @@ def of_sums(kernel: str) -> str:
 def gated_gradient(spec: MatmulSpec, dy: Tensor, sums: Tensor) -> Tensor:
     """Returns the gradient to the sums [..., n] of a gated MLP, whose halves alternate as rows are stored.
 
-    With p = 1 / (1 + exp(-s)) and s = g (c + d g^2), the gate's is dy u (p + g p (1 - p) (c + 3 d g^2)).
+    With p = 1 / (1 + exp(-s)) and s = g (c + d g^2), the gate's is dy u (p + g p (1 - p) (c + 3 d g^2)). It is 0 where
+    a limit cuts off.
     """
-    gate, up = gated_rows.halves(sums.float())
     activation, given = ACTIVATIONS[str(spec.epilogue)], dy.float().unflatten(-1, (-1, HALF))
+    halves, most = gated_rows.halves(sums.float()), activation.limit
+    gate, up = halves[0].clamp(max=most), halves[1].clamp(-most, most)
+    to_gate, to_up = (given * (half == clamped) for half, clamped in zip(halves, (gate, up)))
     square = gate * gate
     p = torch.sigmoid(gate * (activation.linear + activation.cubic * square))
     slope = p + gate * p * (1 - p) * (activation.linear + 3 * activation.cubic * square)
-    return torch.stack([given * up * slope, given * gate * p], -2).flatten(-3).to(dy.dtype)
+    return torch.stack([to_gate * (up + activation.shift) * slope, to_up * gate * p], -2).flatten(-3).to(dy.dtype)
 
 
 def _fake_matmul(x: Tensor, weight: list[Tensor], kernel: str) -> Tensor:

@@ -29,6 +29,7 @@ from lowbit.pylib.reference.definition import (
     F64,
     Array,
     activated,
+    clamped,
     decode,
     dequantize,
     f64,
@@ -108,7 +109,8 @@ def _gated(spec: MatmulSpec, sums: F64, error: F64) -> tuple[F64, F64]:
     """Returns act(g) u, and how far it is off where sums are: activations have slopes of at most 1.13, and their
     arithmetic is off by some ulps, with an exponential that is off by as many as its argument is large. Where that is
     infinite in f32, the result is 0."""
-    (gate, up), (of_gate, of_up) = halves(np.where(np.isfinite(sums), sums, 0.0)), halves(error)
+    gate, up = (np.where(np.isfinite(half), half, 0.0) for half in clamped(spec, sums))
+    of_gate, of_up = halves(error)
     activation = ACTIVATIONS[str(spec.epilogue)]
     with np.errstate(over="ignore"):
         exponent = gate * (activation.linear + activation.cubic * gate * gate)

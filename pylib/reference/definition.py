@@ -63,7 +63,7 @@ def matmul(
         product = multiplied(spec, x) @ dequantize(spec, codes, scales, zeros, **others).T
         sums = product if bias is None else product + f64(bias)
         if spec.is_gated:
-            gate, up = halves(sums)
+            gate, up = clamped(spec, sums)
             return activated(spec, gate) * up
         return sums if residual is None else sums + f64(residual)
 
@@ -72,6 +72,13 @@ def halves(sums: F64) -> tuple[F64, F64]:
     """Returns the columns of the gate and those that it multiplies."""
     middle = sums.shape[1] // 2
     return sums[:, :middle], sums[:, middle:]
+
+
+def clamped(spec: MatmulSpec, sums: F64) -> tuple[F64, F64]:
+    """Returns `halves` within the limit of the spec's activation, and the second with its shift."""
+    activation, (gate, up) = ACTIVATIONS[str(spec.epilogue)], halves(sums)
+    limit = activation.limit
+    return np.minimum(gate, limit), np.clip(up, -limit, limit) + activation.shift
 
 
 def activated(spec: MatmulSpec, gate: F64) -> F64:

@@ -100,13 +100,19 @@ def with_epilogue(spec: MatmulSpec, sums: Tensor, others: Tensors) -> Tensor:
     """Returns what the epilogue makes of sums [..., n] in f32, in whose columns halves of a gated weight's row blocks
     alternate. others: the tensors of `MatmulSpec.call_inputs`."""
     if spec.is_gated:
-        gate, up = gated_rows.halves(sums)
-        activation = ACTIVATIONS[str(spec.epilogue)]
-        exponent = gate * (activation.linear + activation.cubic * gate * gate)
-        return (gate / (1 + torch.exp(-exponent)) * up).flatten(-2)
+        return gated(str(spec.epilogue), *gated_rows.halves(sums)).flatten(-2)
     for residual in others:
         sums = sums + residual
     return sums
+
+
+def gated(epilogue: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Returns what a gated epilogue makes of numbers of the gate and of those that these multiply."""
+    activation = ACTIVATIONS[epilogue]
+    if activation.is_clamped:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    exponent = gate * (activation.linear + activation.cubic * gate * gate)
+    return gate / (1 + torch.exp(-exponent)) * (up + activation.shift)
 
 
 def check_schedule(target: Target, schedule: KernelSchedule | None) -> None:

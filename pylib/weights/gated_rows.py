@@ -13,14 +13,14 @@ def stored(spec: MatmulSpec, rows: Tensor) -> Tensor:
     """Returns rows [n, ...] in the order in which they are stored."""
     if not spec.is_gated:
         return rows
-    return rows.view(2, -1, HALF, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    return rows.view(spec.experts, 2, -1, HALF, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def given(spec: MatmulSpec, rows: Tensor) -> Tensor:
     """Returns stored rows [n, ...] in the order of the weight: those of the gate first."""
     if not spec.is_gated:
         return rows
-    return rows.view(-1, 2, HALF, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    return rows.view(spec.experts, -1, 2, HALF, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def halves(sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,5 +42,5 @@ def number_given(spec: MatmulSpec, rows: Tensor) -> Tensor:
 def _numbers(spec: MatmulSpec, rows: Tensor, inverse: bool) -> Tensor:
     if not spec.is_gated:
         return rows
-    order = torch.from_numpy(stored_rows(spec.n)).to(rows.device)
+    order = torch.from_numpy(stored_rows(spec.n, spec.experts)).to(rows.device)
     return (order.argsort() if inverse else order)[rows]

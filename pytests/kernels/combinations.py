@@ -53,7 +53,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "row_scales": (False, True),
     "permuted": (False, True),
     "outliers": (False, True),
-    "epilogue": (None, "silu_mul", "gelu_mul", "residual"),
+    "epilogue": (None, "silu_mul", "gelu_mul", "swiglu_oai", "residual"),
     "experts": (1,),  # those are called in another way
     "n": (16, 40, 48),
     "k": (64, 96, 192, 256, 260),
@@ -227,7 +227,7 @@ def covering_array() -> CoveringArray:
         if five not in fives and (choice := _choice_of_five(five, rows, rng)):
             add(choice)
     rng.shuffle(choices)
-    return CoveringArray([*choices, *_coarse_choices()])
+    return CoveringArray([*choices, *_coarse_choices(), *_zero_choices()])
 
 
 def _coarse_choices() -> Iterator[Choice]:
@@ -239,6 +239,13 @@ def _coarse_choices() -> Iterator[Choice]:
                 yield choice
     written_out = {"act": "f16", "k": 260, "group_size": None, "place": ("emulator:sm_80", 200)}
     yield from filter(legal, [PLAIN | plain | written_out])
+
+
+def _zero_choices() -> Iterator[Choice]:
+    """Yields choices, for every place, with zeros in products of 8 bits, of which a family may have no other."""
+    for place in FACTORS["place"]:
+        if choice := completed({"zeros": "int", "compute": "i8", "compute_from": 1, "weight": "u4", "place": place}):
+            yield choice
 
 
 def _at_random_place(wanted: Choice, rng: random.Random) -> Choice | None:

@@ -24,12 +24,20 @@ from lowbit.pylib.reference import agrees, matmul, random_inputs, random_residua
 from lowbit.pylib.tune.trial import rounding
 from lowbit.pylib.weights.packed import PackedWeight, pack
 
-EPILOGUES = ("silu_mul", "gelu_mul", "residual")
-GATED = EPILOGUES[:2]
+EPILOGUES = ("silu_mul", "gelu_mul", "swiglu_oai", "residual")
+GATED = EPILOGUES[:3]
 
 
 def spec_of(epilogue: str | None, n: int = 64, k: int = 256, weight: str = "u4", **fields: Any) -> MatmulSpec:
     return MatmulSpec(n, k, weight, **{"group_size": 64, "bias": True, "epilogue": epilogue, **fields})
+
+
+def gated(epilogue: str, gate: Tensor, up: Tensor) -> Tensor:
+    """What torch makes of both halves."""
+    if epilogue == "swiglu_oai":
+        gate = gate.clamp(max=7)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
+    return (F.silu(gate) if epilogue == "silu_mul" else F.gelu(gate, approximate="tanh")) * up
 
 
 def check(spec: MatmulSpec, target: str, m: int, schedule: KernelSchedule | None = None) -> str:
@@ -49,8 +57,7 @@ def test_definition_is_that_of_torch(epilogue: str) -> None:
     spec = spec_of(epilogue, out="f32")
     x, tensors = random_inputs(spec, 5)
     gate, up = torch.from_numpy(matmul(replace(spec, epilogue=None), x, **tensors)).chunk(2, dim=1)
-    expected = (F.silu(gate) if epilogue == "silu_mul" else F.gelu(gate, approximate="tanh")) * up
-    np.testing.assert_allclose(matmul(spec, x, **tensors), expected, rtol=1e-12)
+    np.testing.assert_allclose(matmul(spec, x, **tensors), gated(epilogue, gate, up), rtol=1e-12)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
@@ -73,6 +80,19 @@ def test_definition_is_that_of_torch(epilogue: str) -> None:
 )
 def test_families(epilogue: str, target: str, m: int, fields: dict[str, Any], family: str) -> None:
     assert check(spec_of(epilogue, **fields), target, m) == family
+
+
+@pytest.mark.parametrize("target", ["cpu", "emulator:sm_80", "emulator:sm_90a"])
+@pytest.mark.parametrize("m", [3, 130, 4000])
+def test_limits(target: str, m: int) -> None:
+    """Sums beyond the limits of swiglu_oai are cut off; NaN is not."""
+    spec = spec_of("swiglu_oai", 32, 68, group_size=None, out="f32")
+    mm, (x, tensors) = lowbit.compile(spec, target), random_inputs(spec, m)
+    x *= 100
+    x[2, 0] = torch.nan
+    y, given, h = mm(x, mm.pack(**tensors)), dict[str, Any](tensors), matmul(spec.without_epilogue, x, **tensors)
+    assert (np.abs(h[0]) > 7).any() and np.isnan(h[2]).all()
+    assert agrees(y, matmul(spec, x, **given), tolerance(spec, x, **given, **rounding(mm, m))).all()
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
@@ -152,7 +172,7 @@ def test_gradients(epilogue: str, act: Any) -> None:
         if epilogue == "residual":
             return sums + r
         gate, up = sums.chunk(2, dim=1)
-        return (F.silu(gate) if epilogue == "silu_mul" else F.gelu(gate, approximate="tanh")) * up
+        return gated(epilogue, gate, up)
 
     x.requires_grad_()
     given = {name: r.requires_grad_() for name, r in residual.items()}

@@ -70,7 +70,7 @@ def run(
     order, tiles = routing(ids, spec.experts, schedule.tokens)
     rows = (order % len(x)).astype(np.int32)
     y = torch.full((len(ids), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
-    w = pack(replace(spec, experts=1), **weight)
+    w = pack(spec, **weight)
     slots = {"rows": torch.from_numpy(rows), "tiles": torch.from_numpy(tiles)}
     run_launch(compiled(spec, schedule, target), w, True, 0, x=x, y=y, m=len(ids), **slots)
     return y, ids[order], rows
@@ -83,12 +83,21 @@ def is_right(
     dense = replace(spec, experts=1)
     rounding: dict[str, Any] = dict(family_of(schedule).rounding(spec, schedule))
     x, weight = random_inputs(dense, tokens)
-    y, expert, rows = run(spec, schedule, ids, x, weight, target)
+    y, expert, rows = run(spec, schedule, ids, x, by_expert(spec, weight), target)
     expected, bound = matmul(dense, x[rows], **weight), tolerance(dense, x[rows], **weight, **rounding)
     here: Array = (expert >= 0) & (expert < spec.experts)
     columns = np.where(here, expert, 0)[:, None] * spec.outputs + np.arange(spec.outputs)
     numbers = np.take_along_axis(expected, columns, 1), np.take_along_axis(bound, columns, 1)
     return bool(agrees(y, *numbers)[here].all() and torch.isnan(y[torch.from_numpy(~here)]).all())
+
+
+def by_expert(spec: MatmulSpec, weight: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weight of all experts, each with both its halves, of one with the gates of all experts above all others."""
+    if not spec.is_gated:
+        return weight
+    order = torch.arange(spec.n).view(2, spec.experts, -1).transpose(0, 1).reshape(-1)
+    rows = {name: (t.to_dense() if t.layout != torch.strided else t)[order] for name, t in weight.items()}
+    return {name: t.to_sparse_csr() if weight[name].layout != torch.strided else t for name, t in rows.items()}
 
 
 ROUTINGS: dict[str, Array] = {
@@ -139,6 +148,9 @@ CASES: list[tuple[dict[str, Any], AnySchedule]] = [
     ({"weight": "u4", "n": 3 * 64, "group_size": 32, "zeros": "offset", "scale": "u6", "bilevel": Bilevel()}, SMALL),
     ({"weight": "u3", "n": 3 * 48, "group_size": 16, "zeros": "float", "outliers": True}, SMALL),
     ({"weight": "i4", "n": 3 * 144, "group_size": 64}, replace(SMALL, blocks_per_sm=2)),
+    ({"weight": "u4", "n": 3 * 48, "group_size": 64, "bias": True, "epilogue": "silu_mul"}, SMALL),
+    ({"weight": "i8", "n": 3 * 160, "bias": True, "act": "bf16", "epilogue": "swiglu_oai"}, SMALL),
+    ({"weight": "i4", "n": 3 * 128, "outliers": True, "epilogue": "gelu_mul"}, ExpertsMmaSchedule(32, 64, 2)),
     ({"weight": "u1", "n": 3 * 256, "group_size": 128, "k": 1152}, ExpertsMmaSchedule(128, 128, 2, row_blocks=2)),
 ]  # fmt: skip
 

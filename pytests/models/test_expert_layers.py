@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.routing import route
 from lowbit.pylib.nn import experts as experts_module
 from lowbit.pylib.nn import stacked_experts
+from lowbit.pylib.nn.gated_linear import GatedLinear, alternating
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 
 transformers = pytest.importorskip("transformers")
@@ -112,7 +114,9 @@ def defined(experts: LowbitExperts, x: Tensor, ids: Tensor, weights: Tensor) -> 
 def _dense(layer: nn.Module) -> tuple[Tensor, Tensor]:
     assert isinstance(layer, LowbitLinear)
     weight = layer.packed.dequantize().double().cpu()
-    return weight, torch.zeros(len(weight)).double() if layer.bias is None else layer.bias.double().cpu()
+    bias = layer.packed.unpack_tensor("bias").double().cpu() if layer.spec.bias else torch.zeros(len(weight)).double()
+    pairs = isinstance(layer, GatedLinear) and layer.pairs
+    return (alternating(weight), alternating(bias)) if pairs else (weight, bias)
 
 
 def assert_right(found: Tensor, expected: Tensor) -> None:
@@ -135,6 +139,7 @@ def test_the_sum_is_that_of_the_definition(name: str, tokens: int, device: str) 
     experts, call = quantized(name, device=device), call_of(tokens, device=device)
     found = experts(*call)
     assert is_served(experts) and found.dtype is torch.bfloat16
+    assert all(type(layer) is GatedLinear for layer in experts.gate_up)
     if tokens:
         assert_right(found, defined(experts, *call))
 
@@ -240,7 +245,8 @@ def test_layers_are_slices_of_one_weight(device: str) -> None:
     before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     experts(*call)
     after = experts.state_dict()
-    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("down"))
     for layers in (experts.gate_up, experts.down):
         first = layers[0]
         assert isinstance(first, LowbitLinear)
@@ -340,12 +346,64 @@ def test_gradients_go_through_each_expert() -> None:
 def test_slices_of_one_weight_are_saved_as_they_were(tmp_path: Path) -> None:
     """safetensors refuses tensors that share bytes; those of experts share a storage alone."""
     experts, path = quantized(), tmp_path / "experts.safetensors"
-    before = {name: tensor.clone() for name, tensor in experts.state_dict().items() if isinstance(tensor, Tensor)}
-    experts(*call_of(3))
+    expected = experts(*call_of(3))
     assert is_served(experts)
-    state = experts.state_dict()
-    save_file({name: state[name] for name in before}, path)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in load_file(path).items())
+    save_file(experts.state_dict(), path)
+    state, (gate_up, down) = load_file(path), (layers[0].spec for layers in (experts.gate_up, experts.down))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in experts.state_dict().items())
+    for spec in (gate_up, replace(gate_up, epilogue=None)):
+        other = LowbitExperts.empty_like(MODELS["qwen3-moe"](), [spec, down])
+        other.load_state_dict(state)
+        assert torch.equal(other(*call_of(3)), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_rows_in_another_order_are_loaded(name: str, assign: bool) -> None:
+    """A state from before the first call, loaded after it, and one from after it before; on meta, too."""
+    experts, call = quantized(name), call_of(5)
+    plain = copy.deepcopy(experts.state_dict())
+    expected = experts(*call)
+    gated = copy.deepcopy(experts.state_dict())
+    for one, state in ((experts, plain), (quantized(name), gated), (quantized(name).to("meta"), gated)):
+        if assign or not one.gate_up[0].codes.is_meta:
+            one.load_state_dict(state, assign=assign)
+            is_gated = state is gated
+            assert all(layer.spec.is_gated == is_gated for layer in one.gate_up)
+            assert torch.equal(one(*call), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_a_gated_layer_is_what_it_was(name: str) -> None:
+    experts, x = quantized(name), call_of(6)[0]
+    before, h = experts.gate_up[1].weight.clone(), experts.gate_up[1](x)
+    one = experts.expert(1, x)
+    experts(*call_of(6))
+    layer = experts.gate_up[1]
+    assert isinstance(layer, GatedLinear) and layer.out_features == 2 * WIDTH
+    assert torch.equal(layer.weight.clone(), before) and torch.equal(layer(x), h)
+    torch.testing.assert_close(layer.to_linear()(x), h, rtol=0.02, atol=0.02 * float(h.abs().max()))
+    torch.testing.assert_close(experts.expert(1, x), one, rtol=0.02, atol=0.02 * float(one.abs().max()))
+    assert torch.equal(pickle.loads(pickle.dumps(layer)).gated(x), layer.gated(x))
+
+
+def _of_erf(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return nn.functional.gelu(gate) * up
+
+
+def _within_ten(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return nn.functional.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
+
+
+@pytest.mark.parametrize("gate", [_of_erf, _within_ten])
+def test_other_gates_are_applied_by_torch(gate: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, call = quantized(), call_of(6)
+    monkeypatch.setattr(experts._dense_class, "_apply_gate", lambda _, h: gate(h))
+    found = experts(*call)
+    assert is_served(experts) and not any(isinstance(layer, GatedLinear) for layer in experts.gate_up)
+    assert_right(found, defined(experts, *call))
 
 
 # -- the matmul of experts
