@@ -53,11 +53,9 @@ class Checkpoint:
     format                what another library's layers are written in; None for lowbit's own, and without any
     modules               names of the quantized layers
     dense                 names of the tensors that belong to none of them
-
-    Tensors whose names match a pattern of `ignore` may be in the file besides those of quantized layers.
     """
 
-    def __init__(self, path: Path, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self.tensors = TensorFiles(path)
         check_version(self.tensors)
         self.config = _optional_json(self.tensors.folder / "config.json")
@@ -71,8 +69,7 @@ class Checkpoint:
         self.modules = tuple(self._names)
         used = {name for names in self._names.values() for name in names.values()}
         self.dense = tuple(name for name in self.tensors if name not in used)
-        others = () if self.format is None else [name for name in self.dense if not matches(name, ignore)]
-        self._strays = _strays(others, self._names)
+        self._strays = {} if self.format is None else _strays(self.dense, self._names)
 
     def load(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, check_dense, matches
+from lowbit.pylib.checkpoints.computed import check_computed, compute_buffers
 from lowbit.pylib.checkpoints.layers import Loader, home
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
@@ -111,9 +112,11 @@ def load_checkpoint(
              are assigned in the type that they have in the files. Layers and embeddings that are low-bit already are
              replaced, whatever their format
     act      type of the inputs of quantized layers; None: what they were saved for, or the dtype of config.json
-    device   where to load; None: where the model's tensors are, or the CPU if they are on meta. Buffers that are not
-             in files, as some models compute for rotations, stay where they are
-    ignore   patterns of names of tensors in the files that the model does not need, such as "*.k_scale"
+    device   where to load; None: where the model's tensors are, or the CPU if they are on meta. Buffers that are in no
+             file, as models compute for rotations and positions, stay where they are; on meta, those of transformers'
+             models are computed as `from_pretrained` does it, and those of others are an error
+    ignore   patterns of names of tensors in the files that the model does not need, such as "*.k_scale"; a quantized
+             layer is left out as a whole, never a part of it
 
     Raises CheckpointError for a tensor that is missing, left over, damaged, or of another shape than the model's; it
     names the file and the layer, and leaves the model as it was.
@@ -122,7 +125,8 @@ def load_checkpoint(
     check_torch_device(device)
     if isinstance(ignore, str):
         raise CheckpointError(f"ignore={ignore!r} must be a list of patterns; use [{ignore!r}]")
-    checkpoint = Checkpoint(Path(path), ignore)
+    check_computed(model)
+    checkpoint = Checkpoint(Path(path))
     modules = dict(model.named_modules(remove_duplicate=False))
     names = Names(model, checkpoint.modules)
     loaded = Loader(modules, _quantized(checkpoint, names, modules, ignore), checkpoint, act, device).replacements()
@@ -133,6 +137,7 @@ def load_checkpoint(
     for place, new in places.items():
         model.set_submodule(place, new)
     model.load_state_dict(dense, strict=False, assign=True)
+    compute_buffers(model, device or "cpu")
     return checkpoint
 
 
