@@ -77,6 +77,12 @@ def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:
     return (*(Rows(a, b, (b,)) for a, b in zip(firsts, tiles)), Rows(firsts[-1], None, (tiles[-1],)))
 
 
+def rows_of_slots(tile_by_last: Mapping[int | None, int]) -> tuple[Rows, ...]:
+    """Returns the ranges of slots of experts, of which one launch serves any number: its tile by the last of each."""
+    tiles = {last: (tile,) for last, tile in tile_by_last.items() if last is not None}
+    return _ranges(tiles, (tile_by_last[None],))
+
+
 def kernel_name(token_tile: int | None) -> str:
     """Returns the name of a kernel among those of its matmul: "m8" for up to eight tokens."""
     return "dequantize" if token_tile is None else f"m{token_tile}"
@@ -86,9 +92,10 @@ def kernel_name(token_tile: int | None) -> str:
 class KernelChoices:
     """Which family and schedule serve which number of rows: what `Matmul.choices` gives.
 
-    rows     every number of rows, from 1 on, in ranges
+    rows     every number of rows, from 1 on, in ranges; of experts the number of slots, a row for each expert of it
     kernels  by token tile; under None the one that dequantizes
-    few      those of the rows before the first, where `MatmulSpec.compute_from` says that these are multiplied otherwise
+    few      those of the rows before the first, where these are multiplied otherwise (`MatmulSpec.compute_from`), or by
+             other kernels of the same token tiles
     """
 
     spec: MatmulSpec
@@ -117,11 +124,9 @@ class KernelChoices:
         few = {"few": self.few.to_dict()} if self.few else {}
         return {"spec": self.spec.to_dict(), "target": self.target.name, "kernels": kernels, "rows": rows, **few}
 
-    def after(self, few: KernelChoices, spec: MatmulSpec) -> KernelChoices:
-        """Returns the choices of a spec with `compute_from` of these, for all of its rows in 8 bits, and of those for all
-        of its rows in the act type."""
-        first = spec.compute_from
-        return replace(self._of_rows(first, None), spec=spec, few=few._of_rows(1, first - 1))
+    def after(self, few: KernelChoices, first: int) -> KernelChoices:
+        """Returns these choices for the rows from `first` on, and others for those before."""
+        return replace(self._of_rows(first, None), few=few._of_rows(1, first - 1))
 
     def _of_rows(self, first: int, last: int | None) -> KernelChoices:
         """Returns these choices for the rows first to last (None: without end) alone."""
@@ -136,7 +141,8 @@ class KernelChoices:
 
     def _tables(self) -> str:
         """Rows with their launches, and kernels with their schedules."""
-        lines = ["rows         launches"]
+        counted = "rows" if self.spec.experts == 1 else "slots"
+        lines = [f"{counted:<12} launches"]
         for each in self.rows:
             launches = ", ".join(kernel_name(token_tile) for token_tile in each.token_tiles)
             lines.append(f"{each!s:<12} {launches or 'dequantize, then a matmul of torch'}")

@@ -12,6 +12,7 @@ from typing import Any
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedule
+from lowbit.passes.kernels.experts.choice import most_alone, schedule_for, schedule_for_few, tiles_by_slots, tiles_of
 from lowbit.passes.kernels.registry import family_of, request, schedule_names
 from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.scheduling.choice import Chooser, fixed_schedule
@@ -25,6 +26,7 @@ from lowbit.pylib.build.choices import (
     kernel_name,
     rows_of_any_tokens,
     rows_of_launches,
+    rows_of_slots,
     rows_of_tiles,
 )
 from lowbit.pylib.build.driver import Artifact, compile_stages, load
@@ -37,7 +39,8 @@ def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | 
         return Artifacts(spec, target, schedule).choices()
     few_schedule, schedule = schedules_by_rows(spec, schedule)
     few = Artifacts(spec.in_act, target, few_schedule).choices()
-    return Artifacts(spec.in_eight_bits, target, schedule).choices().after(few, spec)
+    many = Artifacts(spec.in_eight_bits, target, schedule).choices()
+    return replace(many.after(few, spec.compute_from), spec=spec)
 
 
 def schedules_by_rows(
@@ -111,6 +114,8 @@ class Artifacts:
         self._lock = threading.RLock()
 
     def _find_rows(self) -> tuple[Rows, ...]:
+        if self._spec.experts > 1:
+            return rows_of_slots(tiles_by_slots(tiles_of(self._spec, self._target), self._spec.experts))
         if self._any_tiles:
             most = self._most_launched if self._vendor else None
             return rows_of_any_tokens(self._token_tiles, self._any_tiles, self._target.thresholds.decoded, most)
@@ -142,8 +147,19 @@ class Artifacts:
     def choices(self) -> KernelChoices:
         """Returns which kernels serve how many rows, all of them decided now."""
         used = dict.fromkeys(token_tile for each in self._rows for token_tile in each.token_tiles)
-        kernels = {token_tile: self.request(token_tile) for token_tile in (*used, None)}
-        return KernelChoices(self._spec, self._target, self._rows, kernels)
+        others = (None,) if self._spec.experts == 1 else ()  # no kernel dequantizes experts
+        kernels = {token_tile: self.request(token_tile) for token_tile in (*used, *others)}
+        found = KernelChoices(self._spec, self._target, self._rows, kernels)
+        return found if others else self._with_few_slots(found)
+
+    def _with_few_slots(self, choices: KernelChoices) -> KernelChoices:
+        """Returns the choices for experts with those for few slots, where these differ."""
+        most = most_alone(self._spec, self._target)
+        few = {tile: schedule_for_few(self._spec, tile, most, self._target) for tile in choices.kernels if tile}
+        kernels = {tile: request(self._spec, self._target, schedule) for tile, schedule in few.items() if schedule}
+        if self._schedule or not most or kernels == choices.kernels:
+            return choices
+        return choices.after(replace(choices, kernels=kernels), most + 1)
 
     def tiles_of_given(self, first: int = 1, last: int | None = None) -> list[int]:
         """The token tiles of the rows first to last (None: without end) for which the given schedule is taken."""
@@ -198,8 +214,14 @@ class Artifacts:
             return fixed_schedule("dequantize")
         if self._schedule and self._is_for(self._schedule, token_tile):
             return self._schedule
+        if (found := self._of_experts(token_tile)) is not None:
+            return found
         user = user_tables.user_tables()
         return self._chooser.schedule(token_tile, user_tables.gpu_name(self._target, user), user)
+
+    def _of_experts(self, tile: int) -> KernelSchedule | None:
+        """The schedule for tiles of so many slots; None for a spec without experts."""
+        return schedule_for(self._spec, tile, self._target) if self._spec.experts > 1 else None
 
     def _is_for(self, schedule: KernelSchedule, token_tile: int) -> bool:
         """Tells whether a schedule is for this token tile, and fits: one for folded scales may not where none are."""

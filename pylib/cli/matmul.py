@@ -16,7 +16,15 @@ from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.stages import Stage, stages
 from lowbit.pylib.cli.output import Json, errors, show, show_json
-from lowbit.pylib.cli.spec_options import ScheduleText, TargetName, Tokens, default_spec, parse_schedule, takes_spec
+from lowbit.pylib.cli.spec_options import (
+    ScheduleText,
+    TargetName,
+    Tokens,
+    TopK,
+    default_spec,
+    parse_schedule,
+    takes_spec,
+)
 
 if TYPE_CHECKING:
     from lowbit.passes.target import Target
@@ -138,13 +146,15 @@ def explain(
 ) -> None:
     """Show which kernels serve which number of rows, and what each is made of.
 
-    Nothing is compiled.
+    Nothing is compiled. Of experts it is the number of slots: rows of x times the experts of each.
 
     [bold]Examples[/]
 
       lowbit explain -n 4096 -k 4096 -w u4 -g 128 -t sm_90a
 
       lowbit explain -w nf4 -g 64 -t sm_80 --json
+
+      lowbit explain -n 196608 -k 2048 -w u4 -g 128 --experts 128 -t sm_90a
     """
     from lowbit.pylib.build.kernels import kernel_choices
     from lowbit.pylib.runtime.devices import target_named
@@ -164,12 +174,14 @@ def run(
     spec: MatmulSpec,
     target: TargetName = None,
     tokens: Tokens = 1,
+    top_k: TopK = None,
     schedule: ScheduleText = None,
     as_json: Json = False,
 ) -> None:
     """Multiply random data: check the result against float64 and time it.
 
-    The exit code is 1 if the result is wrong. The emulator is not timed.
+    The exit code is 1 if the result is wrong. The emulator is not timed. With --experts each row of x goes to --top-k
+    random experts, and one launch multiplies all of them.
 
     [bold]Examples[/]
 
@@ -178,18 +190,40 @@ def run(
       lowbit run -w f6e3m2 --act bf16 -t cpu --json
 
       lowbit run -n 64 -k 512 -w i3 -t emulator:sm_90a
-    """
-    from lowbit.pylib.tune.trial import run_trial
 
+      lowbit run -n 196608 -k 2048 -w u4 -g 128 --experts 128 --top-k 8 -m 64
+    """
     with errors.status("starting") as status:
-        trial = run_trial(spec, tokens, target, parse_schedule(schedule), on_step=status.update)
+        trial = _trial(spec, tokens, top_k, target, schedule, status.update)
     if as_json:
         show_json(measured(trial))
     else:
-        show(f"{spec}, m = {trial.m}, on {trial.matmul.target}", report(trial))
+        show(f"{spec}, m = {trial.m}, on {trial.target}", report(trial))
     if not trial.right:
         errors.print("[bold red]error:[/] the result is wrong")
         raise typer.Exit(1)
+
+
+def _trial(
+    spec: MatmulSpec,
+    tokens: int,
+    top_k: int | None,
+    target: str | None,
+    schedule: str | None,
+    on_step: Callable[[str], None],
+) -> Trial:
+    """Returns a trial of a matmul, or of one of several experts."""
+    from lowbit.pylib.tune.expert_trial import run_expert_trial
+    from lowbit.pylib.tune.trial import run_trial
+
+    if spec.experts == 1:
+        if top_k is not None:
+            raise SpecError(f"--top-k={top_k} says how many experts a token has: give their number, --experts")
+        return run_trial(spec, tokens, target, parse_schedule(schedule), on_step=on_step)
+    if schedule is not None:
+        fix = "drop --schedule; lowbit explain shows which kernels there are"
+        raise SpecError(f"--schedule={schedule}: the tokens of experts choose among the kernels of --experts; {fix}")
+    return run_expert_trial(spec, tokens, min(2, spec.experts) if top_k is None else top_k, target, on_step)
 
 
 def report(trial: Trial) -> dict[str, str]:
@@ -200,6 +234,8 @@ def report(trial: Trial) -> dict[str, str]:
         "result": f"{verdict}: relative error {trial.error:.1e}, {worst}",
         "ready in": f"{trial.compile_time * 1e3:.0f} ms, compiled or from the cache",
     }
+    if trial.spec.experts > 1:
+        facts["slots"] = f"{trial.slots}, of {trial.experts_hit} of {trial.spec.experts} experts"
     if trial.time is not None:
         facts["time"] = f"{trial.time * 1e6:.2f} µs"
         facts["bandwidth"] = f"{trial.bytes / trial.time / 1e9:.3g} GB/s for {trial.bytes / 1e6:.2f} MB"
@@ -212,9 +248,11 @@ def report(trial: Trial) -> dict[str, str]:
 def measured(trial: Trial) -> dict[str, Any]:
     """Returns what a trial found as numbers, by name with the unit; None where there is none, as in the emulator."""
     return {
-        "spec": trial.matmul.spec.to_dict(),
-        "target": trial.matmul.target.name,
+        "spec": trial.spec.to_dict(),
+        "target": trial.target.name,
         "tokens": trial.m,
+        "slots": trial.slots,
+        "experts_hit": trial.experts_hit,
         "right": trial.right,
         "relative_error": _finite(trial.error),
         "worst_error_of_allowed": _finite(trial.worst),

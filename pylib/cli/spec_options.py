@@ -24,6 +24,7 @@ from lowbit.pylib.cli.machine import TARGETS
 
 TargetName = Annotated[str | None, typer.Option("--target", "-t", help=f"{TARGETS}; without it, this machine's.")]
 Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, max=MOST, help="Rows of x.")]
+TopK = Annotated[int | None, typer.Option("--top-k", min=1, max=MOST, help="Experts of each row of x; 2 without it.")]
 ScheduleText = Annotated[
     str | None,
     typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8 or family=prefill,tokens=256."),
@@ -47,7 +48,7 @@ _TEXTS = {
     "permuted": "Columns are in another order than x's.",
     "outliers": "Add outliers, a sparse matrix in f16.",
     "compute": "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x.",
-    "experts": "Experts that share the rows of the weight.",
+    "experts": "Experts that share the rows of the weight, -n in all.",
     "compute_from": "Rows of x from which on they are quantized; fewer are multiplied in the type of x.",
     "epilogue": "What becomes of sums: silu_mul, gelu_mul, swiglu_oai (y [m, n / 2]) or residual.",
     "fold_scales": "With f8e4m3: round scaled weights, so that sums stay in the tensor core.",
@@ -123,8 +124,9 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise SpecError(f"--table={text} must be numbers separated by commas, such as -1,0,0.5,1") from None
 
 
-_FAMILIES = [name for name, family in FAMILIES.items() if family.operation in ("matmul", "quantized_matmul")]
-"""The kernels whose schedules `lowbit.compile` takes."""
+_OPERATIONS = ("matmul", "quantized_matmul", "expert_matmul")
+_FAMILIES = [name for name, family in FAMILIES.items() if family.operation in _OPERATIONS]
+"""The kernels of a matmul, whose schedules --schedule can spell out."""
 _FAMILY = re.compile(r"(?:^|(?<=[,\s]))family=([^,\s]*)")
 
 

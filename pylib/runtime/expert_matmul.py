@@ -46,7 +46,7 @@ def expert_matmul(spec: MatmulSpec, target: Target) -> ExpertMatmul:
     """
     if not target.is_gpu:
         given = f"experts={spec.experts} are multiplied together on GPUs, not on {target}"
-        raise SpecError(f"{given}; take a matmul per expert")
+        raise SpecError(f"{given}; take a target such as 'sm_90a' or 'emulator:sm_90a', or a matmul per expert")
     return (CudaExpertMatmul if target.kind == "cuda" else EmulatorExpertMatmul)(spec, target)
 
 
@@ -80,6 +80,10 @@ class ExpertMatmul:
 
     def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
         raise NotImplementedError
+
+    def kernel(self, tile: int, slots: int) -> Artifact:
+        """The kernel for so many slots in token tiles of so many, one of `self.tiles`."""
+        return self._artifact(self._schedule(tile, slots), tile)
 
     def _check(self, x: Tensor, tile: int) -> None:
         """Raises SpecError for an x that does not fit, and for a token tile without a kernel."""

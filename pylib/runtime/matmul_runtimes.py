@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
@@ -78,7 +79,7 @@ class RuntimeByRows:
         return self._of(m).stages(m)
 
     def choices(self) -> KernelChoices:
-        return self._many.choices().after(self._few.choices(), self._spec)
+        return replace(self._many.choices().after(self._few.choices(), self._first), spec=self._spec)
 
     def _of(self, m: int) -> Runtime:
         return self._few if m < self._first else self._many

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -25,6 +25,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
+from lowbit.passes.target import Target
 from lowbit.pylib import reference
 from lowbit.pylib.build import knobs
 from lowbit.pylib.matmul import Matmul, compile
@@ -43,10 +44,17 @@ CPU_SECONDS = 2.0  # at most, about
 
 @dataclass(frozen=True)
 class Trial:
-    """Results of a trial. Times in seconds."""
+    """Results of a trial. Times in seconds.
 
-    matmul: Matmul
+    slots        products of an expert and a row of x: m of a matmul without experts
+    experts_hit  experts that have any
+    """
+
+    spec: MatmulSpec
+    target: Target
     m: int
+    slots: int
+    experts_hit: int
     schedule: KernelSchedule | None  # of the kernel for m tokens, where it has one
     error: float  # relative, in the Frobenius norm
     worst: float  # largest error as a share of what is allowed there; inf if NaN or inf was not met
@@ -60,7 +68,7 @@ class Trial:
 
     @property
     def flops(self) -> int:
-        return 2 * self.m * self.matmul.spec.n * self.matmul.spec.k
+        return 2 * self.slots * self.spec.n // self.spec.experts * self.spec.k
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Sample:
     """A matmul on random data, and what must come out.
 
     x         [m, k], whose rows repeat themselves
-    weight    [n, k], whose rows repeat themselves; of a gated MLP those of each half
+    weight    [n, k], whose rows repeat themselves; of a gated MLP those of each half, of experts those of all
     others    what a call takes besides, by name: a residual [m, n], which repeats itself in both
     expected  [rows of x, rows of the weight] of one period of each, by the definition in float64
     allowed   the same shape: how far a right result may be off
@@ -86,13 +94,33 @@ class Sample:
         rows, columns = self.expected.shape
         at = torch.arange(y.shape[1]) % columns
         expected, allowed = (torch.from_numpy(t)[:, at].to(y.device) for t in (self.expected, self.allowed))
-        off = size = worst = 0.0
-        for part in y.split(rows):
-            right, most = expected[: len(part)], allowed[: len(part)]
-            error = (part.double() - right).abs()
-            off, size = off + error.square().sum().item(), size + right.square().sum().item()
-            worst = max(worst, (error / most).nan_to_num(nan=math.inf).max().item())
-        return math.sqrt(off / size) if size else math.inf if off else 0.0, worst
+        return _errors((part, expected[: len(part)], allowed[: len(part)]) for part in y.split(rows))
+
+    def errors_of_slots(self, y: Tensor, tokens: Tensor, experts: Tensor) -> tuple[float, float]:
+        """Returns what `errors` returns, of y [slots, outputs of an expert].
+
+        tokens, experts  [slots]: the row of x that a slot has, and the expert that multiplies it
+        """
+        return _errors(self._parts_of_slots(y, tokens, experts))
+
+    def _parts_of_slots(self, y: Tensor, tokens: Tensor, experts: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields some slots of y at a time, with what must be there, and how far it may be off."""
+        (rows, columns), outputs = self.expected.shape, y.shape[1]
+        known = [torch.from_numpy(t).to(y.device) for t in (self.expected, self.allowed)]
+        within = torch.arange(outputs, device=y.device)
+        for part, token, expert in zip(*(t.split(rows) for t in (y, tokens.long(), experts.long()))):
+            at = token[:, None] % rows, (expert[:, None] * outputs + within) % columns
+            yield part, known[0][at], known[1][at]
+
+
+def _errors(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
+    """Returns the errors of parts of y, each with what must be there, and how far it may be off."""
+    off = size = worst = 0.0
+    for part, right, most in parts:
+        error = (part.double() - right).abs()
+        off, size = off + error.square().sum().item(), size + right.square().sum().item()
+        worst = max(worst, (error / most).nan_to_num(nan=math.inf).max().item())
+    return math.sqrt(off / size) if size else math.inf if off else 0.0, worst
 
 
 def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **rounding: bool) -> Sample:
@@ -102,17 +130,18 @@ def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **roundi
     rounding: what the kernel rounds besides its sums, by the names that `reference.tolerance` has for it
     """
     block = ROWS if spec.is_gated else spec.bilevel.rows if spec.bilevel else 1
-    part = replace(spec, n=min(spec.n, period // block * block))
+    part = replace(spec, n=min(spec.n, period // block * block), experts=1)
     x, tensors = reference.random_inputs(part, min(m, X_PERIOD))
     others = reference.random_residual(part, len(x))
     arguments: dict[str, Any] = {**tensors, **others, **rounding}
     expected = reference.matmul(part, x, **tensors, **others)
     allowed = reference.tolerance(part, x, **arguments)
-    rows = torch.arange(spec.outputs, device=device) % part.outputs
+    rows = torch.arange(spec.experts * spec.outputs, device=device).view(spec.experts, -1) % part.outputs
     tokens = torch.arange(m, device=device) % len(x)
-    others = {name: t.to(device)[tokens][:, rows] for name, t in others.items()}
+    others = {name: t.to(device)[tokens][:, rows.flatten()] for name, t in others.items()}
     if spec.is_gated:
-        rows = torch.cat([rows, part.outputs + rows])
+        rows = torch.cat([rows, part.outputs + rows], 1)
+    rows = rows.flatten()
     given = {slot.name: _repeated(spec, slot, tensors[slot.name].to(device), rows) for slot in spec.given_tensors}
     weight = packed.pack(spec, **given)
     return Sample(x.to(device)[tokens], weight, others, expected, allowed)
@@ -129,7 +158,7 @@ def run_trial(
 
     Raises as `compile` does, and SpecError for data beyond this machine's memory.
     """
-    _check_memory(spec, m, target)
+    check_memory(spec, m, target)
     on_step("compiling")
     start = time.perf_counter()
     mm = compile(spec, target, schedule)
@@ -150,8 +179,11 @@ def run_trial(
 
     on_step("timing")
     return Trial(
-        matmul=mm,
+        spec=spec,
+        target=mm.target,
         m=m,
+        slots=m,
+        experts_hit=1,
         schedule=chosen,
         error=error,
         worst=worst,
@@ -161,7 +193,7 @@ def run_trial(
     )
 
 
-def _check_memory(spec: MatmulSpec, m: int, target: str | None) -> None:
+def check_memory(spec: MatmulSpec, m: int, target: str | None) -> None:
     """Raises SpecError where random data do not fit the host's memory, and the system would end the process: what
     repeats in f64, in several forms, and codes, x and y, which lie on the GPU for one."""
     needed, free = 40 * min(spec.n, PERIOD) * spec.k, available_memory()

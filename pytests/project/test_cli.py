@@ -8,10 +8,12 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer.main
+from torch import Tensor
 from typer.testing import CliRunner
 
 from lowbit import __version__ as version
@@ -21,7 +23,9 @@ from lowbit.passes.targets import parse_target
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.main import app
 from lowbit.pylib.runtime.devices import memory_of_container
+from lowbit.pylib.runtime.expert_matmul import ExpertMatmul
 
+EXPERTS = ("--n", 6 * 48, "--k", 256, "--weight", "u4", "--group-size", 64, "--experts", 6)
 SMALL = ("--n", "32", "--k", "256", "--weight", "u4", "--group-size", "64", "--zeros", "int")
 
 
@@ -210,6 +214,54 @@ def test_stages_of_a_gpu_name_the_target():
     """What the README shows, typed without a target on a machine without a GPU."""
     result = lowbit("compile", *SMALL, "-t", "cpu", "--stop-after", "tile")
     assert result.exit_code == 1 and "for target cpu; for a GPU's, give its target, such as -t sm_90a" in result.stderr
+
+
+def test_run_of_experts_in_the_emulator():
+    """40 tokens with 3 experts each, of which none takes all of a tile."""
+    read = json.loads(lowbit("run", *EXPERTS, "-m", 40, "--top-k", 3, "-t", "emulator:sm_80", "--json").output)
+    assert read["right"] and (read["slots"], read["experts_hit"], read["call_flops"]) == (120, 6, 2 * 120 * 48 * 256)
+    facts = lowbit("run", *EXPERTS, "--epilogue", "silu_mul", "-t", "emulator:sm_80").output
+    assert "right" in facts and "slots     2, of 2 of 6 experts" in facts
+
+
+def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch):
+    """One of 120 slots is what another expert makes of its token."""
+    multiply = ExpertMatmul.__call__
+
+    def changed(self: ExpertMatmul, x: Tensor, rows: Tensor, tiles: Tensor, *others: Any, **named: Any) -> Tensor:
+        tiles[1, 2] -= 1  # the last slot of the first tile is the first of the next
+        tiles[2, 1] -= 1
+        return multiply(self, x, rows, tiles, *others, **named)
+
+    monkeypatch.setattr(ExpertMatmul, "__call__", changed)
+    result = lowbit("run", *EXPERTS, "-m", 40, "--top-k", 3, "-t", "emulator:sm_80")
+    assert result.exit_code == 1 and "wrong: relative error" in result.output
+
+
+def test_explain_experts():
+    """Token tiles follow from the slots of an expert; few slots have a multiprocessor each."""
+    sizes = ("-n", 196608, "-k", 2048, "-g", 128, "--experts", 128, "-t", "sm_90a")
+    few, table = lowbit("explain", *sizes).output.split("slots        launches\n")[1:]
+    assert few.startswith("1 to 11      m16") and "blocks_per_sm" not in few
+    assert table.startswith("12 to 2048   m16\n2049 to 3072 m32\n3073 to 5632 m64\n") and "dequantize" not in table
+    assert "m192         experts      tokens=192, panel_k=128" in table
+    read = json.loads(lowbit("explain", *sizes, "--json").output)
+    assert read["few"]["rows"] == [{"first": 1, "last": 11, "launches": ["m16"]}]
+    assert "tokens = 64" in lowbit("compile", *EXPERTS, "-m", 200, "--stop-after", "lowbit", "-t", "sm_90a").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--top-k", 7), "top_k=7 must be in 1..6, the experts that there are (experts=)"),
+        (("--target", "cpu"), "on GPUs, not on cpu; take a target such as 'sm_90a' or 'emulator:sm_90a'"),
+        (("--schedule", "tokens=8"), "drop --schedule; lowbit explain shows which kernels there are"),
+        (("--experts", 1, "--top-k", 2), "--top-k=2 says how many experts a token has: give their number, --experts"),
+    ],
+)
+def test_errors_of_experts(arguments, message):
+    result = lowbit("run", *EXPERTS, "-t", "emulator:sm_80", *arguments)
+    assert result.exit_code == 1 and message in " ".join(result.output.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -37,11 +37,15 @@ def schedule_for(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule 
 def schedule_for_few(spec: MatmulSpec, tile: int, slots: int, target: Target) -> KernelSchedule | None:
     """Returns `schedule_for`, with a multiprocessor for each tile where there are no more of these."""
     found = schedule_for(spec, tile, target)
-    rows = -(-spec.n // spec.experts // 128)
-    if isinstance(found, ExpertsMmaSchedule) and slots * rows <= target.multiprocessors:
+    if isinstance(found, ExpertsMmaSchedule) and slots <= most_alone(spec, target):
         alone = replace(found, blocks_per_sm=1)
         return alone if _MMA.allows(spec, alone, target) else found
     return found
+
+
+def most_alone(spec: MatmulSpec, target: Target) -> int:
+    """Returns how many slots at most have a multiprocessor for each tile, if each slot is a tile of its own."""
+    return target.multiprocessors // -(-spec.n // spec.experts // 128)
 
 
 def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
@@ -54,6 +58,14 @@ def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         _MMA.check(spec, ExpertsMmaSchedule(_TILES[0]), target)
         raise SpecError(f"no kernel multiplies by ({spec}) on {target}; take a matmul per expert")
     return found
+
+
+def tiles_by_slots(tiles: Sequence[int], experts: int) -> dict[int | None, int]:
+    """Returns which of these tiles serves how many slots, by the last number of these; the last of all is None."""
+    ends = [int(most * experts) for most, _ in _BY_MEAN[:-1]]
+    each = [tile_for(tiles, end, experts) for end in (*ends, ends[-1] + 1)]
+    followed = zip((*ends, None), each, (*each[1:], 0))
+    return {last: tile for last, tile, following in followed if tile != following}
 
 
 def tile_for(tiles: Sequence[int], slots: int, experts: int) -> int:

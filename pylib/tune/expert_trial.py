@@ -1,0 +1,95 @@
+"""A matmul of several experts on random data, as `pylib.tune.trial` has those of one: what `lowbit run --experts` does.
+
+Each token goes to random experts. Every slot is checked, which is a product of one expert and one token; the sum of a
+token's experts is no part of the matmul.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.passes.kernels.registry import family_of
+from lowbit.pylib.experts.routing import Routing, route
+from lowbit.pylib.runtime.devices import target_named
+from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, expert_matmul
+from lowbit.pylib.runtime.gpu import check_device
+from lowbit.pylib.tune import timing
+from lowbit.pylib.tune.trial import Sample, Trial, check_memory, sample
+
+
+def run_expert_trial(
+    spec: MatmulSpec,
+    m: int,
+    top_k: int,
+    target: str | None = None,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Trial:
+    """Compile, pack random data, multiply the slots of m tokens, check, time; `on_step` hears of each.
+
+    top_k  different experts of each token
+
+    Raises SpecError for a top_k that the spec does not have, for a target that has no kernel for all experts, and for
+    data beyond this machine's memory.
+    """
+    if not 1 <= top_k <= spec.experts:
+        raise SpecError(f"top_k={top_k} must be in 1..{spec.experts}, the experts that there are (experts=)")
+    check_memory(spec, m, target)
+    on_step("compiling")
+    start = time.perf_counter()
+    mm = expert_matmul(spec, parsed := target_named(target))
+    tile = tile_for(mm.tiles, m * top_k, spec.experts)
+    chosen = mm.kernel(tile, m * top_k).schedule
+    compile_time = time.perf_counter() - start
+
+    if parsed.kind == "cuda" and not torch.cuda.is_available():
+        check_device(parsed, -1)
+    on_step("packing random data")
+    device = "cuda" if parsed.kind == "cuda" else "cpu"
+    data = sample(spec, m, device, **family_of(chosen).rounding(spec, chosen))
+    ids = random_ids(m, top_k, spec.experts).to(device)
+    routing = route(ids, spec.experts, tile)
+
+    on_step("multiplying")
+    y = mm(data.x, routing.rows, routing.tiles, data.weight.tensors, tile)
+
+    on_step("checking")
+    error, worst = data.errors_of_slots(y, routing.rows, ids.flatten().sort().values)
+    hit = len(ids.unique())
+
+    on_step("timing")
+    return Trial(
+        spec=spec,
+        target=parsed,
+        m=m,
+        slots=m * top_k,
+        experts_hit=hit,
+        schedule=chosen,
+        error=error,
+        worst=worst,
+        compile_time=compile_time,
+        time=_time(mm, data, routing, tile) if parsed.kind == "cuda" else None,
+        bytes=data.weight.nbytes * hit // spec.experts + data.x.nbytes + y.nbytes,
+    )
+
+
+def random_ids(m: int, top_k: int, experts: int) -> Tensor:
+    """Returns different experts of each token, all as likely: i64 [m, top_k], the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(m, experts, generator=generator).topk(top_k).indices
+
+
+def _time(mm: ExpertMatmul, data: Sample, routing: Routing, tile: int) -> float:
+    """Seconds of a call in a graph, with a cold cache."""
+    call = partial(mm, data.x, routing.rows, routing.tiles, tile=tile)
+    weights = timing.copies(data.weight)
+    for each in weights:  # the first call on a weight is not the fast one
+        call(each.tensors)
+    return timing.graph_time([partial(call, each.tensors) for each in weights]).median * 1e-6
