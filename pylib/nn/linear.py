@@ -16,6 +16,7 @@ from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.weights.packed import PackedWeight
+from lowbit.pylib.weights.saved import check_same
 from lowbit.pylib.weights.values import as_tensor, to_memory
 
 
@@ -104,6 +105,36 @@ class LowbitLinear(PackedModule, nn.Linear):
     def hold(self, packed: PackedWeight) -> None:
         """Take another packed weight in place of this layer's; `in_features` and `out_features` stay as they are."""
         self._hold(packed.spec, packed)
+
+    def update_(
+        self,
+        weight: Tensor | PackedWeight,
+        config: QuantConfig | None = None,
+        calibration: Tensor | Calibration | None = None,
+    ) -> LowbitLinear:
+        """Takes another weight in the memory of this layer's own, so that CUDA graphs and compiled functions multiply
+        by it from now on; returns the layer.
+
+            layer.update_(linear.weight, config)    # the config that the layer was quantized with
+
+        weight        floats [n, k], to be quantized where they are; or a weight that is packed already
+        config        how to quantize floats; None: QuantConfig()
+        calibration   as `from_linear` takes it
+
+        The bias stays as it is; that of a packed weight replaces it. Raises QuantizeError as `lowbit.quantize` does,
+        and PackError as `pack` and `PackedWeight.update_` do: for a config that gives another format, say.
+        """
+        if isinstance(weight, PackedWeight):
+            self.packed.update_(weight)
+            return self
+        config = QuantConfig() if config is None else config
+        spec = config.spec(*weight.shape, act=self.spec.act, bias=self.spec.bias)
+        check_same(replace(spec, epilogue=self.spec.epilogue), self.spec)
+        quantized = quantize(weight.detach(), config.multiplied_in(self.spec.act), calibration)
+        if quantized.column_scales is not None:
+            raise QuantizeError(AWQ_NEEDS_FOLDING)
+        self.packed.update_(quantized.pack(self.spec, cast("Tensor | None", self.bias)))
+        return self
 
     def split_(self, dim: int, index: int, count: int) -> None:
         """Keep one of several parts of the weight, as `PackedWeight.shard` cuts it, for tensor parallelism.

@@ -20,7 +20,7 @@ from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.pylib.operator.tracing import sizes_as_numbers
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights import dequantized, folding, gated_rows, shared_bytes
+from lowbit.pylib.weights import dequantized, folding, gated_rows, shared_bytes, written
 from lowbit.pylib.weights import outliers as sparse
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.memory_order import unpack_codes
@@ -169,6 +169,42 @@ class PackedWeight(Mapping[str, Tensor]):
         """Returns this weight on another device; self if it is there already."""
         moved = {name: t.to(device) for name, t in self.items()}
         return self if all(moved[name] is t for name, t in self.items()) else PackedWeight(self.spec, moved)
+
+    def update_(self, other: PackedWeight) -> PackedWeight:
+        """Takes the values of another weight of the same spec, in the memory of this one; returns this one.
+
+        Whatever holds the tensors multiplies by the new values at once: layers, CUDA graphs, compiled functions. The
+        copies are made on the current stream; nothing else may multiply by the weight meanwhile.
+
+        Raises PackError for another spec, for tensors of other sizes (outliers), and for values beyond the act type
+        where this weight has none: calls that are recorded may round to it.
+        """
+        self._check_update(other)
+        with torch.no_grad():
+            for mine, given in zip(self.tensors, other.tensors):
+                mine.copy_(given)
+        written.note_again(self.codes)
+        self.ordinary_spec = None
+        self._look_at_values()
+        return self
+
+    def _check_update(self, other: PackedWeight) -> None:
+        """Raise PackError for a weight whose values do not fit in the memory of this one."""
+        if not isinstance(cast(object, other), PackedWeight):
+            raise PackError(f"the other weight must be a PackedWeight, not {type(other).__name__}; use pack()")
+        if other.spec != self.spec:
+            raise PackError(f"the other weight is ({other.spec}), and this one ({self.spec}); pack it with this spec")
+        if self.readable_spec is None or other.readable_spec is None:
+            raise PackError("a weight without values, on meta or traced by torch, can't be updated; load it first")
+        for slot, mine, given in zip(self.spec.tensors, self.tensors, other.tensors):
+            if mine.shape != given.shape:
+                sizes = f"{list(given.shape)} in the other weight, and {list(mine.shape)} in this one"
+                raise PackError(f"{slot.name} are {sizes}; make a new layer of the other weight")
+        if other.wide_range and not self.wide_range:
+            raise PackError(
+                f"values of the other weight are beyond {self.spec.act}, to which kernels round this one; make a new "
+                "layer of it, or use act='bf16'"
+            )
 
     def shard(self, dim: int, index: int, count: int) -> PackedWeight:
         """Part `index` of `count` along dim 0, with rows of y, or dim 1, whose results are added up over all parts.

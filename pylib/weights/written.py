@@ -60,6 +60,12 @@ def noted(codes: Tensor) -> Note | None:
     return _notes.get(codes) or note(codes)
 
 
+def note_again(codes: Tensor) -> None:
+    """Notes codes of a layer as they are now, after new ones were written; does nothing for other tensors."""
+    if last := _notes.get(codes):
+        last.version, last.total = _version(codes), _total(codes)
+
+
 def note_moved(codes: Tensor, last: Note) -> Note | None:
     """Notes that these are the codes of another note in another place."""
     if codes.is_meta:

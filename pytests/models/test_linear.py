@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowbit
-from lowbit import LowbitLinear, MatmulSpec, QuantConfig
+from lowbit import LowbitLinear, MatmulSpec, PackedWeight, PackError, QuantConfig
 from lowbit.pylib.nn.dense_weight import DenseWeight
 
 X = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).half()
@@ -272,3 +272,47 @@ def test_autocast_casts_the_input_alone(layer: LowbitLinear) -> None:
         total = layer(x).float().sum()
     total.backward()
     assert x.grad is not None and torch.equal(x.grad, wanted)
+
+
+# -- other values in the same memory
+
+
+def test_a_layer_takes_another_weight_in_its_memory() -> None:
+    """It multiplies by the new weight, from the same addresses; so does what holds its tensors."""
+    config = QuantConfig("u4", 32, clip="max")
+    first, second = (nn.Linear(64, 32).bfloat16() for _ in range(2))
+    layer, x = LowbitLinear.from_linear(first, config), torch.randn(3, 64).bfloat16()
+    before, held, addresses = layer(x), layer.packed, [buffer.data_ptr() for buffer in layer.buffers()]
+    assert layer.update_(second.weight, config) is layer
+    with torch.no_grad():
+        second.bias.copy_(first.bias)  # which stays
+    expected = LowbitLinear.from_linear(second, config)(x)
+    assert torch.equal(layer(x), expected) and not torch.equal(before, expected)
+    assert torch.equal(layer.matmul(x, held), expected)
+    assert [buffer.data_ptr() for buffer in layer.buffers()] == addresses
+
+
+def test_a_layer_takes_a_packed_weight_in_its_memory() -> None:
+    config = QuantConfig("u4", 32)
+    first, second = (LowbitLinear.from_linear(nn.Linear(64, 32).bfloat16(), config) for _ in range(2))
+    x = torch.randn(3, 64).bfloat16()
+    first(x)
+    assert torch.equal(first.update_(second.packed)(x), second(x))
+    first.state_dict()  # its codes are those that were packed
+
+
+def test_weights_that_do_not_fit_in_the_memory_of_another() -> None:
+    layer = LowbitLinear.from_linear(nn.Linear(64, 32).half(), QuantConfig("u4", 32))
+    x = torch.randn(3, 64).half()
+    before = layer(x)
+    other = LowbitLinear.from_linear(nn.Linear(64, 48).half(), QuantConfig("u4", 32)).packed
+    with pytest.raises(PackError, match=r"the other weight is \(.*\), and this one \(.*\); pack it with this spec"):
+        layer.update_(other)
+    with pytest.raises(PackError, match=r"packed with weight='u3' \(not 'u4'\)"):
+        layer.update_(torch.randn(32, 64).half(), QuantConfig("u3", 32))
+    with pytest.raises(PackError, match="must be a PackedWeight, not str"):
+        layer.packed.update_("weight")  # type: ignore[arg-type]
+    wide = {**layer.packed, "scales": torch.full_like(layer.get_buffer("scales"), 60000.0)}
+    with pytest.raises(PackError, match="are beyond f16, to which kernels round this one"):
+        layer.packed.update_(PackedWeight(layer.spec, wide))
+    assert torch.equal(layer(x), before)

@@ -43,6 +43,6 @@ def main(arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from pytests import vllm_answers  # the name by which vLLM's own processes import what they are to run
+    from pytests.models import vllm_answers  # the name by which vLLM's own processes import what they are to run
 
     vllm_answers.main(json.loads(sys.argv[1]))
