@@ -45,14 +45,14 @@ FORMATS: dict[str, Format] = {
 def format_of(quantization_config: Mapping[str, Any]) -> Format:
     """Returns the format of a checkpoint whose config.json has this quantization_config.
 
-    Raises CheckpointError for a method that is none of FORMATS, and for entries that change what a model computes in a
-    way that is not implemented.
+    Raises CheckpointError for a method that is none of FORMATS, and for entries that the reader of the format does not
+    know, as they may change what a model computes.
     """
     config = cast(object, quantization_config)
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(f"quant_method={method!r} can't be imported; what can is {', '.join(FORMATS)}")
-    check_config(quantization_config)
+    check_config(quantization_config, FORMATS[method].entries)
     return FORMATS[method]
 
 

@@ -26,6 +26,7 @@ from lowbit import CheckpointError
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints import unpack
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
+from lowbit.pylib.checkpoints.registry import format_of
 from lowbit.pylib.weights.packed import PackedWeight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
@@ -414,11 +415,17 @@ MERGED = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["L
         ("gptq-4", {"rotation": {"enabled": True}}),
         ("gptq-4", {"dynamic": {"+:.*up_proj": {"hadamard_config": {"size": 16}}}}),
         ("awq", {"act_pre_scale": True}),
+        ("fp8-block", {"fmt": "e5m2"}),
+        ("ct-pack-4", {"format": "marlin-24"}),
+        ("ct-pack-4", {"sparsity_config": {"format": "sparse-24-bitmask", "ignore": []}}),
+        ("ct-pack-4", {"config_groups": {"0": {"weights": {"num_bits": 4, "input_rotation": "x"}}}}),
+        ("bnb-nf4", {"a_later_idea": 1}),
     ],
 )
 def test_entries_that_change_what_a_layer_computes(name: str, entry: dict[str, Any], tmp_path: Path) -> None:
     config, tensors = parts(name)
-    with pytest.raises(CheckpointError, match=r"has .*, which changes what goes into layers or comes out of them"):
+    words = "rotations .*are not implemented|which lowbit does not know; it may change what|; what can be read is '"
+    with pytest.raises(CheckpointError, match=words):
         read(name, config | entry, tensors)
     changed(name, tmp_path, {})
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float16", "quantization_config": config | entry}))
@@ -438,8 +445,48 @@ def test_entries_that_change_what_a_layer_computes(name: str, entry: dict[str, A
     ],
 )
 def test_entries_that_change_nothing(entry: dict[str, Any]) -> None:
-    config, tensors = parts("gptq-4")
-    assert torch.equal(read("gptq-4", config | entry, tensors).codes, read("gptq-4", config, tensors).codes)
+    name = "ct-pack-4" if "transform_config" in entry else "gptq-4"
+    config, tensors = parts(name)
+    assert torch.equal(read(name, config | entry, tensors).codes, read(name, config, tensors).codes)
+
+
+def test_entries_of_the_libraries_are_known() -> None:
+    """What transformers writes of its own configurations, and examples of what others write."""
+    configs = pytest.importorskip("transformers.utils.quantization_config")
+    written = [
+        configs.GPTQConfig(bits=4),
+        configs.AwqConfig(),
+        configs.BitsAndBytesConfig(load_in_4bit=True),
+        configs.BitsAndBytesConfig(load_in_8bit=True),
+        configs.FineGrainedFP8Config(),
+        configs.Mxfp4Config(),
+        configs.SpQRConfig(),
+    ]
+    for config in (*(one.to_dict() for one in written), *WRITTEN):
+        assert format_of(config)
+
+
+WRITTEN = map(
+    json.loads,
+    """
+    {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": false, "lm_head": false, "method": "gptq", \
+    "format": "gptq", "checkpoint_format": "gptq", "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:7.0"], \
+    "fallback": {"strategy": "rtn"}}, "dynamic": {"-:.*q_proj": {}, "+:.*down": {"bits": 8, "group_size": 64}}}
+    {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "frozen", \
+    "global_compression_ratio": 1.5, "kv_cache_scheme": {"num_bits": 8, "type": "float"}, "ignore": ["lm_head"], \
+    "sparsity_config": {"format": "dense", "ignore": []}, "transform_config": {}, "version": "0.12.2", \
+    "config_groups": {"group_0": {"targets": ["Linear"], "format": null, "output_activations": null, \
+    "input_activations": {"num_bits": 8, "type": "float", "dynamic": true, "strategy": "token"}, \
+    "weights": {"actorder": null, "block_structure": null, "dynamic": false, "group_size": null, "num_bits": 8, \
+    "observer": "minmax", "observer_kwargs": {"x": 1}, "scale_dtype": null, "strategy": "channel", \
+    "symmetric": true, "type": "float", "zp_dtype": "torch.int8"}}}}
+    {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", \
+    "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "static", "weight_block_size": null}
+    {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"x": 1}}}}
+    """.strip().splitlines(),
+)
+"""Examples of GPTQModel, llm-compressor, DeepSeek, Mistral and torchao."""
 
 
 def test_a_group_size_of_whole_rows() -> None:
@@ -447,3 +494,11 @@ def test_a_group_size_of_whole_rows() -> None:
     config, tensors = parts("ct-int8")
     found = read("ct-int8", with_weights(config, strategy=None, group_size=-1), tensors)
     assert torch.equal(found.dequantize(), read("ct-int8", config, tensors).dequantize())
+
+
+def test_weights_that_were_not_compressed() -> None:
+    """A library may save a dense weight with the scales by which it would be rounded."""
+    config, tensors = parts("ct-fp8")
+    dense = tensors | {"weight": tensors["weight"].bfloat16()}
+    with pytest.raises(CheckpointError, match=r"weight is bfloat16, not compressed .*'frozen'.*save_compressed=True"):
+        read("ct-fp8", config | {"quantization_status": "frozen"}, dense)

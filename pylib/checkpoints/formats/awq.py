@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import spread
+from lowbit.pylib.checkpoints.config_entries import named, one_of
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported, check_middle, integers
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
@@ -44,4 +45,9 @@ def _in_order(nibbles: Tensor) -> Tensor:
     return nibbles.view(len(nibbles), -1, 8)[..., list(NIBBLE)].view(len(nibbles), -1)
 
 
-FORMAT = Format((".qweight",), (".qzeros", ".scales", ".bias"), read)
+ENTRIES = {
+    **named("bits", "group_size", "zero_point", "version", "sym", "desc_act", "pack_dtype"),
+    "format": one_of("gemm"),
+    "checkpoint_format": one_of("gemm"),
+}
+FORMAT = Format((".qweight",), (".qzeros", ".scales", ".bias"), read, ENTRIES)

@@ -38,6 +38,7 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.fields import MOST
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.presets import nested_blocks
+from lowbit.pylib.checkpoints.config_entries import named
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
@@ -147,4 +148,8 @@ def _positive(state: dict[str, Any], name: str) -> int:
 
 
 _OTHERS = (".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
-FORMAT = Format((*(f".{name}" for name in STATES), ".SCB"), (*_OTHERS, ".weight_format", ".bias"), read)
+ENTRIES = named(
+    *("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "llm_int8_threshold", "bnb_4bit_quant_type"),
+    *("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_blocksize"),
+)
+FORMAT = Format((*(f".{name}" for name in STATES), ".SCB"), (*_OTHERS, ".weight_format", ".bias"), read, ENTRIES)

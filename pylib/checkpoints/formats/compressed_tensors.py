@@ -26,12 +26,14 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import Block, of_blocks, order_of
+from lowbit.pylib.checkpoints.config_entries import named, one_of
 from lowbit.pylib.checkpoints.formats import nvfp4
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.formats.gpt_oss import powers_of_two
 from lowbit.pylib.checkpoints.imported import Imported, check_middle, integers
 from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_columns, from_stream
+from lowbit.pylib.torch_types import type_name
 
 SMALL_FLOATS = {4: "f4e2m1", 6: "f6e2m3"}
 
@@ -40,10 +42,21 @@ def read(module: ModuleTensors) -> Imported:
     if "weight_packed" not in module:
         if "weight" not in module and "pack" in str(module.config.get("format")):
             module.check_has("weight_packed")
+        _check_compressed(module)
         weight = module.take("weight", (torch.int8, torch.float8_e4m3fn), 2)
         return _int8(module, weight) if weight.dtype == torch.int8 else _float8(module, weight)
     packed = module.take("weight_packed", (torch.int32, torch.uint8), 2)
     return _packed_integers(module, packed) if packed.dtype == torch.int32 else _packed_floats(module, packed)
+
+
+def _check_compressed(module: ModuleTensors) -> None:
+    """Raise CheckpointError for a weight that was saved as it was before its codes are made."""
+    if "weight" in module and (kind := module.tensors["weight"].dtype) in FLOATS:
+        status = module.config.get("quantization_status")
+        raise CheckpointError(
+            f"weight is {type_name(kind)}, not compressed (quantization_status={status!r}); save the model with "
+            "save_compressed=True, or quantize it again as a dense one"
+        )
 
 
 Scheme = Mapping[str, Any]
@@ -249,4 +262,42 @@ _OTHERS = (
     ".weight", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx", ".bias",
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point",
 )  # fmt: skip
-FORMAT = Format((".weight_packed", ".weight_scale"), _OTHERS, read)
+FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+)
+MERGED = ("weight_input", "weight_output")
+"""Where the library merges a transform into the weight, so that nothing is left to do."""
+
+
+def _only_merged(transforms: object) -> str:
+    """Returns what is wrong with transforms of which some are left to be done at each call."""
+    match transforms:
+        case {"config_groups": dict(groups)}:
+            applied = [group.get("apply") if isinstance(group, dict) else None for group in groups.values()]
+            each = [one for some in applied for one in (some if isinstance(some, list) else [None])]
+            places = [one.get("location") if isinstance(one, dict) else None for one in each]
+        case _:
+            places = [None]
+    if all(place in MERGED for place in places):
+        return ""
+    return "rotations of what goes into layers or comes out of them are not implemented; use a checkpoint without"
+
+
+ENTRIES = {
+    "config_groups": {
+        "*": {
+            **named("targets"),
+            "format": one_of(*FORMATS),
+            "weights": named(
+                *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
+                *("zp_dtype", "is_mx"),
+            ),
+        }
+    },
+    "format": one_of(*FORMATS),
+    "sparsity_config": {"format": one_of("dense"), **named("ignore", "targets")},
+    "transform_config": _only_merged,
+    **named("quantization_status", "version"),
+}
+FORMAT = Format((".weight_packed", ".weight_scale"), _OTHERS, read, ENTRIES)

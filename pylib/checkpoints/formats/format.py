@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lowbit.pylib.checkpoints.config_entries import Entries
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
 
@@ -21,12 +22,14 @@ class Format:
               name of the module and that of the tensor
     others    names of the other tensors that a module may have
     read      returns the weight of a module
+    entries   those of the quantization_config that `read` knows, besides HARMLESS ones
     listed    returns the names of the tensors that the metadata of the files says a module has, where it says it
     """
 
     markers: tuple[str, ...]
     others: tuple[str, ...]
     read: Callable[[ModuleTensors], Imported]
+    entries: Entries
     listed: Callable[[Mapping[str, str], str], Sequence[str]] = _nothing_listed
 
     @property

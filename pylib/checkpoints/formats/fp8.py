@@ -15,6 +15,7 @@ import torch
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import Block, of_blocks
+from lowbit.pylib.checkpoints.config_entries import named, one_of
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors
@@ -37,4 +38,10 @@ def read(module: ModuleTensors) -> Imported:
     return Imported(codes, of_blocks(scales, weight.shape, [block]), weight="f8e4m3", bias=module.bias())
 
 
-FORMAT = Format((".weight_scale_inv", ".weight_scale"), (".weight", ".bias", ".input_scale", ".activation_scale"), read)
+ENTRIES = {
+    **named("weight_block_size", "scale_fmt"),
+    "fmt": one_of("e4m3", "float8_e4m3fn"),
+    "expert_dtype": one_of("fp8"),
+}
+_OTHERS = (".weight", ".bias", ".input_scale", ".activation_scale")
+FORMAT = Format((".weight_scale_inv", ".weight_scale"), _OTHERS, read, ENTRIES)

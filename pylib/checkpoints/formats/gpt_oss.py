@@ -36,4 +36,4 @@ def powers_of_two(exponents: Tensor) -> Tensor:
     return exponents.contiguous().view(torch.float8_e8m0fnu)
 
 
-FORMAT = Format(("_blocks",), ("_scales", "_bias"), read)
+FORMAT = Format(("_blocks",), ("_scales", "_bias"), read, {})

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import order_of, spread
+from lowbit.pylib.checkpoints.config_entries import named
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported, check_middle, integers
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
@@ -92,4 +93,6 @@ def _zeros(module: ModuleTensors, bits: int, scales: Tensor, less_one: bool) -> 
     return zeros + 1 & ((1 << bits) - 1) if less_one else zeros
 
 
-FORMAT = Format((".qweight",), (".qzeros", ".scales", ".g_idx", ".bias"), read)
+_OF_A_LAYER = named("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "pack_dtype")
+ENTRIES = {**_OF_A_LAYER, "dynamic": {"*": _OF_A_LAYER}}
+FORMAT = Format((".qweight",), (".qzeros", ".scales", ".g_idx", ".bias"), read, ENTRIES)

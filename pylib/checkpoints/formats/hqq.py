@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
+from lowbit.pylib.checkpoints.config_entries import named
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors
@@ -74,4 +75,5 @@ _OTHERS = (
     ".view_as_float", ".quant_scale", ".quant_zero", ".compute_dtype", ".offload_meta", ".encoded_state_dict",
     ".stores_quant_config", ".channel_wise", ".optimize", ".round_zero",
 )  # fmt: skip
-FORMAT = Format((".W_q",), _OTHERS, read)
+ENTRIES = named("quant_config", "dynamic_config", "nbits", "group_size", "axis", "view_as_float")  # tensors say it all
+FORMAT = Format((".W_q",), _OTHERS, read, ENTRIES)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.formats.packing import ROWS
+from lowbit.pylib.checkpoints.config_entries import named
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
@@ -158,4 +159,5 @@ def _interleaved_rows(offsets: Tensor, count: int) -> Tensor:
     return TILE * blocks + torch.arange(count, device=offsets.device) % TILE
 
 
-FORMAT = Format((".dense_weights",), (".row_offsets", ".col_vals", ".in_perm"), read)
+ENTRIES = named("bits", "beta1", "beta2", "shapes")
+FORMAT = Format((".dense_weights",), (".row_offsets", ".col_vals", ".in_perm"), read, ENTRIES)

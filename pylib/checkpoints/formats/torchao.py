@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import Block, of_blocks
+from lowbit.pylib.checkpoints.config_entries import named
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported, signed
 from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check_shape
@@ -89,4 +90,7 @@ def _listed(metadata: Mapping[str, str], module: str) -> list[str]:
 
 _OTHERS = (f".{SCALE}", f".{ZERO}", "._weight_act_pre_scale", "._weight_scale_and_zero", ".bias")
 _OTHERS += ("._weight_act_quant_scale", "._weight_act_quant_zero_point")  # inputs stay in f16 or bf16
-FORMAT = Format((f".{QDATA}",), _OTHERS, read, _listed)
+ENTRIES = named(  # tensors say it all
+    *("quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights")
+)
+FORMAT = Format((f".{QDATA}",), _OTHERS, read, ENTRIES, _listed)
