@@ -14,6 +14,7 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.torch_types import type_name
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 LONGEST_JSON = 1 << 16  # bytes of JSON in a tensor
 
 
@@ -64,6 +65,11 @@ class ModuleTensors:
     def floats(self, name: str, ndim: int) -> Tensor:
         """Returns a tensor of f16, bf16 or f32."""
         return self.take(name, FLOATS, ndim)
+
+    def packed(self, name: str) -> Tensor:
+        """Returns the bytes of packed codes [rows, bytes], which some libraries keep in a tensor of any type: the one in
+        which a framework moves parameters."""
+        return self.take(name, (*INTEGERS, *FLOATS, torch.float64), 2).contiguous().view(torch.uint8)
 
     def bias(self) -> Tensor | None:
         """Returns the bias [n], where the module has one."""

@@ -502,3 +502,23 @@ def test_weights_that_were_not_compressed() -> None:
     dense = tensors | {"weight": tensors["weight"].bfloat16()}
     with pytest.raises(CheckpointError, match=r"weight is bfloat16, not compressed .*'frozen'.*save_compressed=True"):
         read("ct-fp8", config | {"quantization_status": "frozen"}, dense)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int32])
+@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-nf4-nested", "bnb-fp4"])
+def test_codes_in_tensors_of_other_types(name: str, storage: torch.dtype) -> None:
+    """Parallel training keeps the bytes of 4-bit codes in parameters of one type with all others."""
+    config, tensors = parts(name)
+    stored = tensors | {"weight": tensors["weight"].view(1, -1).view(storage).view(-1, 1)}
+    found = read(name, config | {"bnb_4bit_quant_storage": str(storage).removeprefix("torch.")}, stored)
+    assert torch.equal(found.dequantize(), read(name, config, tensors).dequantize())
+
+
+@pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int64])
+@pytest.mark.parametrize("name", ["gptq-2", "gptq-4", "gptq-4-act-order", "gptq-8"])
+def test_words_of_other_sizes(name: str, word: torch.dtype) -> None:
+    config, tensors = parts(name)
+    columns = tensors["qweight"].t().contiguous().view(word).t().contiguous()
+    packed = tensors | {"qweight": columns, "qzeros": tensors["qzeros"].view(word)}
+    found = read(name, config | {"pack_dtype": str(word).removeprefix("torch.")}, packed)
+    assert torch.equal(found.dequantize(), read(name, config, tensors).dequantize())

@@ -2,7 +2,8 @@
 
 Linear4bit.state_dict writes:
 
-    weight                  uint8 [n * k / 2, 1]   two codes of the flattened weight, the first in the high nibble
+    weight                  uint8 [n * k / 2, 1]   two codes of the flattened weight, the first in the high nibble; or
+                            the same bytes in a tensor of another type, as "bnb_4bit_quant_storage" says
     weight.absmax           f32 [blocks]           of so many codes one after the other as "blocksize" says
     weight.quant_map        f32 [16]               the value of each code
     weight.quant_state.*    JSON as bytes: blocksize, shape, and "nested_offset" where absmax are codes themselves:
@@ -53,8 +54,9 @@ STATES = tuple(STATE + kind for kind in NAMED)
 
 
 def read(module: ModuleTensors) -> Imported:
-    is_int8 = "weight" in module and module.tensors["weight"].dtype == torch.int8
-    return _eight_bit(module) if is_int8 or "SCB" in module else _four_bit(module)
+    has_codes = "weight" in module and module.tensors["weight"].dtype == torch.int8
+    is_eight_bit = has_codes and not any(state in module for state in STATES)
+    return _eight_bit(module) if is_eight_bit or "SCB" in module else _four_bit(module)
 
 
 def _eight_bit(module: ModuleTensors) -> Imported:
@@ -69,7 +71,7 @@ def _four_bit(module: ModuleTensors) -> Imported:
     kind = _kind(module)
     state = module.json(STATE + kind)
     (n, k), block = _shape(state), _positive(state, "blocksize")
-    packed = module.take("weight", torch.uint8, 2)
+    packed = module.packed("weight")
     if packed.numel() * 2 != n * k:
         raise CheckpointError(f"weight has {packed.numel()} bytes, but is said to be {n} x {k} of 4 bits")
     nested = "nested_offset" in state

@@ -1,6 +1,6 @@
 """GPTQ, as AutoGPTQ and GPTQModel write it (gptqmodel/nn_modules/qlinear/__init__.py, dequantize_weight).
 
-    qweight   int32 [k * bits / 32, n]        each column is a stream of k codes
+    qweight   int32 [k * bits / 32, n]        each column is a stream of k codes; words are of "pack_dtype"
     qzeros    int32 [groups, n * bits / 32]   each row is a stream of n zeros
     scales    f16 or bf16 [groups, n]
     g_idx     int32 [k]                       the group of each column of the weight
@@ -27,11 +27,12 @@ from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_columns, from_stream
 
 BITS = (2, 3, 4, 8)
+WORDS = (torch.int32, torch.int8, torch.int16, torch.int64)
 
 
 def read(module: ModuleTensors) -> Imported:
     version = module.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    qweight, scales = module.take("qweight", torch.int32, 2), module.floats("scales", 2)
+    qweight, scales = module.take("qweight", WORDS, 2), module.floats("scales", 2)
     n = qweight.shape[1]
     bits, k = _bits_and_k(module, qweight)
     group = _group(module, k, len(scales))
@@ -64,13 +65,13 @@ def _other_version(zeros: Tensor, bits: int, version: str) -> str:
 
 def _bits_and_k(module: ModuleTensors, qweight: Tensor) -> tuple[int, int]:
     """Returns the bits of a code and the columns of the weight: the configuration's, unless it has exceptions."""
-    words = len(qweight)
+    words, size = len(qweight), 8 * qweight.itemsize
     if "g_idx" in module:
         k = len(module.take("g_idx", torch.int32, 1))
-        bits, rest = divmod(words * 32, k)
+        bits, rest = divmod(words * size, k)
     else:
         bits = module.number("bits")
-        k, rest = divmod(words * 32, max(1, bits))
+        k, rest = divmod(words * size, max(1, bits))
     if rest or bits not in BITS or bits not in _said(module, "bits"):
         said = module.number("bits")
         raise CheckpointError(f"{words} rows of qweight are not k={k} codes of {said} bits; 2, 3, 4 and 8 can be read")
@@ -87,8 +88,8 @@ def _group(module: ModuleTensors, k: int, groups: int) -> int:
 def _zeros(module: ModuleTensors, bits: int, scales: Tensor, less_one: bool) -> Tensor:
     """Returns the zeros [groups, n]."""
     groups, n = scales.shape
-    qzeros = module.take("qzeros", torch.int32, 2)
-    check_shape("qzeros", qzeros, (groups, -(-n * bits // 32)), f"scales {list(scales.shape)}")
+    qzeros = module.take("qzeros", WORDS, 2)
+    check_shape("qzeros", qzeros, (groups, -(-n * bits // (8 * qzeros.itemsize))), f"scales {list(scales.shape)}")
     zeros = from_stream(qzeros, bits, n)
     return zeros + 1 & ((1 << bits) - 1) if less_one else zeros
 
