@@ -67,7 +67,7 @@ class ModuleTensors:
         return self.take(name, FLOATS, ndim)
 
     def packed(self, name: str) -> Tensor:
-        """Returns the bytes of packed codes [rows, bytes], which some libraries keep in a tensor of any type: the one in
+        """Returns the bytes of packed codes [rows, bytes], which some libraries keep in a tensor of any type: that in
         which a framework moves parameters."""
         return self.take(name, (*INTEGERS, *FLOATS, torch.float64), 2).contiguous().view(torch.uint8)
 

@@ -113,8 +113,10 @@ def write_model(
     kinds: Mapping[str, str] = MIXED,
     change: Callable[[Tensors, dict[str, Any]], object] | None = None,
     padding: int = 0,
+    split: int = 0,
 ) -> Path:
-    """Writes a model. change: gets the tensors and the metadata before they are written; padding: the token of it.
+    """Writes a model. change: gets the tensors and the metadata before they are written; padding: the token of it;
+    split: how many tensors a file has, if there are several, of which the first is returned.
 
     Mixtral is what files call llama, with experts.
     """
@@ -140,7 +142,7 @@ def write_model(
     architecture = "llama" if architecture == "mixtral" else architecture
     if change:
         change(tensors, facts)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     for key, value in facts.items():
         adders[type(value)](f"{architecture}.{key}", value)
@@ -152,4 +154,4 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))), path)

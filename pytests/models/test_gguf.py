@@ -22,7 +22,7 @@ from lowbit import CheckpointError, SpecError
 from lowbit.dialect.bilevel import integers_of
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints.contents import contents
-from lowbit.pylib.checkpoints.gguf.file import TYPES, GgufFile
+from lowbit.pylib.checkpoints.gguf.file import DENSE, TYPES, UNREAD, GgufFile
 
 N, K = 6, 512
 NAMES = [kind.name for kind in TYPES.values()]
@@ -125,11 +125,24 @@ def test_floats_stay_dense(kind: Kind, tmp_path: Path) -> None:
 def test_types_that_can_not_be_read(tmp_path: Path) -> None:
     columns, size = gguf.GGML_QUANT_SIZES[Kind.IQ2_XS]
     file = write(tmp_path / "file.gguf", {"w": (np.zeros((2, size * 256 // columns), np.uint8), Kind.IQ2_XS)})
-    assert file.type_of("w") == "type 17"
-    with pytest.raises(CheckpointError, match=r"file.gguf: w: type 17 of GGUF can't be imported; what can is Q4_0, "):
+    assert file.type_of("w") == "IQ2_XS"
+    with pytest.raises(CheckpointError, match=r"file.gguf: w: IQ2_XS can't be imported; what can is Q4_0, "):
         file["w"]
-    with pytest.raises(CheckpointError, match=r"file.gguf: w: type 17 of GGUF can't"):
+    with pytest.raises(CheckpointError, match=r"file.gguf: w: IQ2_XS can't"):
         contents(tmp_path / "file.gguf")
+
+
+def test_every_type_of_the_package_has_a_name() -> None:
+    assert all(kind in TYPES or kind in DENSE or UNREAD[kind] == kind.name for kind in Kind)
+
+
+def test_a_big_endian_file(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "file.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"file.gguf: it is big-endian; gguf-convert-endian of the gguf package"):
+        lowbit.load_gguf(tmp_path / "file.gguf")
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -140,7 +153,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         (b"", "can't be read"),
         (b"GGU", "the file ends within its header, at byte 0"),
         (b"GGML1234", "it does not begin with GGUF"),
-        (b"GGUF\x00\x00\x00\x03", "GGUF version 50331648 can't be read"),
+        (b"GGUF\x04\x00\x00\x00", "GGUF version 4 can't be read"),
         (b"GGUF\x03\x00\x00\x00" + b"\xff" * 16, "the file ends within its header, at byte 24"),
     ):
         path.write_bytes(data)

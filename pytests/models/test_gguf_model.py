@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import CheckpointError, LowbitEmbedding, LowbitLinear, SpecError
+from lowbit.pylib.checkpoints.contents import contents
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,6 +55,31 @@ def check_equal(model: Any, expected: Any) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq"):
             torch.testing.assert_close(buffer, expected.get_buffer(name))
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    """Any of them may be named; all must be there, and of one model."""
+    whole = lowbit.from_gguf(write_model(tmp_path / "whole.gguf"))
+    first = write_model(tmp_path / "split.gguf", split=5)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) > 3 and first == parts[0]
+    for path in (first, parts[2]):
+        assert set(lowbit.load_gguf(path)) == set(lowbit.load_gguf(tmp_path / "whole.gguf"))
+        assert torch.equal(logits(lowbit.from_gguf(path)), logits(whole))
+    assert {row.name for row in contents(first)} == {row.name for row in contents(tmp_path / "whole.gguf")}
+    second, kept, count = parts[1], parts[1].read_bytes(), len(parts)
+    second.write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match=f"{second.name}: split.no and split.count are 2 and {count}, not 1,"):
+        lowbit.load_gguf(first)
+    second.write_bytes(kept[:-1])
+    with pytest.raises(CheckpointError, match=f"{second.name}: .* the file is cut short"):
+        lowbit.load_gguf(first)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=f"{second.name} is not there, of the {count} files of this model"):
+        lowbit.from_gguf(first)
+    first.rename(tmp_path / "first.gguf")
+    with pytest.raises(CheckpointError, match=f"first.gguf is one of {count} files; their names must end with"):
+        lowbit.load_gguf(tmp_path / "first.gguf")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -29,15 +29,20 @@ TYPES: dict[int, BlockType] = BLOCKS | SUPER_BLOCKS
 DENSE = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64}
 DENSE |= {28: torch.float64, 30: torch.bfloat16}
 """The types whose tensors are what they say."""
+UNREAD = {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 41: "Q1_0"}
+UNREAD |= {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+"""The types that can't be read, by number."""
 
 
 def load_gguf(path: str | PathLike[str], act: Act = "f16", device: torch.device | str = "cpu") -> GgufFile:
     """Returns the tensors of a GGUF file by name. Nothing but the header is read until a tensor is looked up.
 
+    path     a file, or any one of the files of a model that lies in several; the others must be beside it
     act      type of the inputs of packed weights
     device   where tensors go; they are unpacked and packed there
 
-    Raises CheckpointError for a file that is damaged, or is no GGUF file, and SpecError for another type or device.
+    Raises CheckpointError for a file that is damaged, lacks others, or is no GGUF file, and SpecError for another type
+    or device.
     """
     check_torch_device(device)
     return GgufFile(Path(path), cast(Act, choice("act", short_name(act), ACTS)), device)
@@ -62,15 +67,14 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
 
     def _check_whole(self) -> None:
         """Raise CheckpointError for a file that ends before its tensors do."""
-        stored = len(self._container.data)
         for name, entry in self._container.entries.items():
             try:
                 end = entry.start + _size(entry)
             except CheckpointError:
                 continue  # a type that can't be read, which is an error when the tensor is asked for
-            if end > stored:
-                where = f"bytes {entry.start} to {end} of a file of {stored}"
-                raise CheckpointError(f"{self.path}: {name}: it takes {where}; the file is cut short")
+            if end > len(entry.data):
+                where = f"bytes {entry.start} to {end} of a file of {len(entry.data)}"
+                raise CheckpointError(f"{entry.path}: {name}: it takes {where}; the file is cut short")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._container.entries)
@@ -99,7 +103,7 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
                 raise CheckpointError(f"shape {list(entry.shape)} is no matrix; load_experts(name) reads stacks")
             return self._packed(entry, rows, factor)
         except LowbitError as error:
-            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+            raise CheckpointError(f"{entry.path}: {name}: {error}") from error
 
     def load_experts(self, name: str, factors: Tensor | None = None) -> list[PackedWeight]:
         """Returns the matrices of a tensor with three dimensions, of which the first is the expert.
@@ -117,14 +121,14 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
             split = [None] * count if factors is None else factors.view(count, 1)
             return [self._packed(expert, factor=factor) for expert, factor in zip(each, split)]
         except LowbitError as error:
-            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+            raise CheckpointError(f"{entry.path}: {name}: {error}") from error
 
     def type_of(self, name: str) -> str:
         """Returns the name of a tensor's type, such as "Q4_K" or "float32"."""
         kind = self._container.entries[name].kind
         if kind in TYPES:
             return TYPES[kind].name
-        return type_name(DENSE[kind]) if kind in DENSE else f"type {kind}"
+        return type_name(DENSE[kind]) if kind in DENSE else UNREAD.get(kind, f"type {kind}")
 
     def is_dense(self, name: str) -> bool:
         """Tells whether a tensor has floats or integers, and is not packed."""
@@ -136,10 +140,11 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
 
     def nbytes(self, name: str) -> int:
         """Returns the bytes of a tensor in the file. Raises CheckpointError for a type that can't be read."""
+        entry = self._container.entries[name]
         try:
-            return _size(self._container.entries[name])
+            return _size(entry)
         except LowbitError as error:
-            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+            raise CheckpointError(f"{entry.path}: {name}: {error}") from error
 
     def _packed(self, entry: Entry, rows: Tensor | None = None, factor: Tensor | None = None) -> PackedWeight:
         data = self._bytes(entry).view(entry.shape[0], -1)
@@ -151,7 +156,7 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         return data.view(DENSE[entry.kind]).view(entry.shape)
 
     def _bytes(self, entry: Entry) -> Tensor:
-        data = self._container.data[entry.start : entry.start + _size(entry)]
+        data = entry.data[entry.start : entry.start + _size(entry)]
         return data.to(self.device, copy=entry.kind in DENSE)  # which is not the mapped memory then
 
 
@@ -164,7 +169,8 @@ def _size(entry: Entry) -> int:
         return count * DENSE[entry.kind].itemsize
     if entry.kind not in TYPES:
         known = ", ".join(kind.name for kind in TYPES.values())
-        raise CheckpointError(f"type {entry.kind} of GGUF can't be imported; what can is {known}")
+        name = UNREAD.get(entry.kind, f"type {entry.kind} of GGUF")
+        raise CheckpointError(f"{name} can't be imported; what can is {known}")
     kind = TYPES[entry.kind]
     if (columns := entry.shape[-1] if entry.shape else 1) % kind.columns:
         raise CheckpointError(f"{columns} columns are not blocks of {kind.columns} ({kind.name})")
