@@ -56,7 +56,7 @@ class MatmulSpec:
                 scale per row (`lowbit.quantize_activation`); None: act
     fold_scales whether kernels for many tokens round scaled weights to the type of products, "f8e4m3", so that sums
                 stay in the tensor core for all columns: weights of any format then. One with groups has row_scales,
-                which `pack` chooses
+                which `pack` chooses. Those of several experts are rounded for any number of tokens
     compute_from  rows of x from which on they are quantized for `compute`; a call with fewer rows multiplies in act,
                 which is faster for the few tokens of decoding
     out         type of y and of the bias; None: as act
@@ -134,9 +134,8 @@ class MatmulSpec:
         if self.n % unit:
             rule = f"experts={self.experts} needs n={self.n}, the rows of all, to be a multiple of {unit}"
             raise SpecError(f"{rule}: {ROWS} for each; pad every expert's rows")
-        for name in ("compute", "permuted"):
-            if given := getattr(self, name):
-                raise SpecError(f"experts={self.experts} has no {name}={given!r}; drop it, or use a matmul per expert")
+        if self.permuted:
+            raise SpecError(f"experts={self.experts} has no permuted=True; drop it, or use a matmul per expert")
         if self.epilogue == RESIDUAL:
             fix = "drop it, and add the residual to the sum of a token's experts"
             raise SpecError(f"experts={self.experts} has no epilogue='residual'; {fix}")
@@ -225,8 +224,9 @@ class MatmulSpec:
         return byte_products.multiplies_codes(self.format, self.packing, self.call)
 
     def rounds_weights(self, m: int) -> bool:
-        """Whether weights that m tokens are multiplied by are rounded."""
-        return self.folds and (m > byte_codes.MOST_UNFOLDED or not self.multiplies_codes)
+        """Whether weights that m tokens are multiplied by are rounded: those of experts always are."""
+        few = m <= byte_codes.MOST_UNFOLDED and self.multiplies_codes and self.experts == 1
+        return self.folds and not few
 
     def for_tokens(self, m: int) -> MatmulSpec:
         """This matmul as it is computed for up to m tokens: without folded scales where weights are not rounded."""

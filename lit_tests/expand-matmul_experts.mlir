@@ -41,3 +41,23 @@ func.func @experts(%x: tensor<?x1024xf16>, %w: !weight, %rows: tensor<?xi32>, %t
       : tensor<?x1024xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
+
+// -----
+
+// Activations of 8 bits: codes become bytes, and sums are multiplied by the scale of the row of x that a slot has.
+// CHECK-LABEL: lowbit.program @prefill
+// CHECK-SAME:    (%[[X:.*]]: !llvm.ptr<1>, %[[CODES:.*]]: !llvm.ptr<1>, %[[SCALES:.*]]: !llvm.ptr<1>, %[[OF_X:.*]]: !llvm.ptr<1>, %rows: !llvm.ptr<1>,
+// CHECK:         lowbit.copy_rows %
+// CHECK:         lowbit.decode_bytes %
+// CHECK:         lowbit.mma %
+// CHECK:         %[[SLOTS:.*]] = lowbit.load %rows
+// CHECK:         %[[FOUND:.*]] = lowbit.gather %x_scales
+// CHECK-SAME:    %[[SLOTS]]
+// CHECK-NEXT:    lowbit.mul %{{.*}}, %[[FOUND]]
+// CHECK:         lowbit.store {{.*}}skip
+!weight = !lowbit.packed<[512, 1024], #lowbit.format<"u4", []>, 128, "none", "f16">
+func.func @experts(%x: tensor<?x1024xi8>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x128xf16> {
+  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4, schedule = {family = "eight_bit_experts_mma", tokens = 32}}
+      : tensor<?x1024xi8>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x128xf16>
+  return %y : tensor<?x128xf16>
+}

@@ -55,17 +55,35 @@ def matmul_module(spec: MatmulSpec) -> ir.Module:
 def expert_matmul_module(spec: MatmulSpec) -> ir.Module:
     """A module with @expert_matmul(x, w, rows, tiles[, bias]) -> y, of one lowbit.expert_matmul."""
     x, y = _tensor([_ANY, spec.k], spec.act), _tensor([_ANY, spec.outputs], spec.out_dtype)
-    rows, tiles = _tensor([_ANY], "i32"), _tensor([_ANY, ops.TILE_COLUMNS], "i32")
-    bias = [_tensor([spec.n], spec.out_dtype)] * spec.bias
 
     def matmul(arguments: list[Any]) -> Any:
-        experts = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), spec.experts)
-        op = ops.ExpertMatmulOp(*arguments[:4], y, arguments[4:], experts)
+        op = ops.ExpertMatmulOp(*arguments[:4], y, arguments[4:], _attribute(spec.experts))
         op.outliers = spec.outliers
         op.epilogue = spec.epilogue or "none"
         return op
 
-    return _function("expert_matmul", [x, packed_type(spec), rows, tiles, *bias], [y], matmul)
+    return _function("expert_matmul", [x, packed_type(spec), *_routing_types(spec)], [y], matmul)
+
+
+def quantized_expert_matmul_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @quantized_expert_matmul(values, scales, w, rows, tiles[, bias]) -> y, of one
+    lowbit.quantized_expert_matmul."""
+    (values, scales, _), y = _quantized_types(spec), _tensor([_ANY, spec.outputs], spec.out_dtype)
+
+    def matmul(arguments: list[Any]) -> Any:
+        op = ops.QuantizedExpertMatmulOp(*arguments[:5], y, arguments[5:], _attribute(spec.experts))
+        op.fold_scales = spec.fold_scales
+        op.epilogue = spec.epilogue or "none"
+        return op
+
+    inputs = [values, scales, packed_type(spec), *_routing_types(spec)]
+    return _function("quantized_expert_matmul", inputs, [y], matmul)
+
+
+def _routing_types(spec: MatmulSpec) -> list[Any]:
+    """Returns the types of what says which slots are whose, and of the bias of all experts, if there is one."""
+    bias = [_tensor([spec.n], spec.out_dtype)] * spec.bias
+    return [_tensor([_ANY], "i32"), _tensor([_ANY, ops.TILE_COLUMNS], "i32"), *bias]
 
 
 def dequantize_module(spec: MatmulSpec) -> ir.Module:
@@ -150,7 +168,10 @@ MODULES: dict[Operation, Callable[[MatmulSpec], ir.Module]] = {
     "permute": permute_module,
     "quantize": quantize_module,
     "quantized_matmul": quantized_matmul_module,
+    "quantized_expert_matmul": quantized_expert_matmul_module,
 }
+_SUMMED = (ops.MatmulOp, ops.QuantizedMatmulOp, ops.ExpertMatmulOp, ops.QuantizedExpertMatmulOp)
+"""Operations that may add a bias."""
 
 
 def packed_of(op: Any) -> Packed:
@@ -165,22 +186,22 @@ def spec_of(op: Any) -> MatmulSpec:
         k, act = x.shape[1], cast(Act, str(x.element_type))
         return permute_spec(k, act) if isinstance(op, ops.PermuteOp) else quantize_spec(k, act, _compute_of(op.values))
     w = packed_of(op)
-    added = isinstance(op, ops.MatmulOp | ops.QuantizedMatmulOp | ops.ExpertMatmulOp)
     outliers = isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp | ops.DequantizeOp) and op.outliers
-    format = replace(w.format, bias=added and len(op.bias) > 0, outliers=outliers)
-    epilogue = cast(Epilogue, op.epilogue) if added and op.epilogue != "none" else None
+    summed = isinstance(op, _SUMMED)
+    format = replace(w.format, bias=summed and len(op.bias) > 0, outliers=outliers)
+    epilogue = cast(Epilogue, op.epilogue) if summed and op.epilogue != "none" else None
     return MatmulSpec.of(w.shape, format, _call_of(op), epilogue)
 
 
 def _call_of(op: Any) -> Call:
     """The types of an operation's tensors; those of one that has neither x nor y are as good as any."""
+    experts = int(op.experts.value) if isinstance(op, ops.ExpertMatmulOp | ops.QuantizedExpertMatmulOp) else 1
     if isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp):
         act, out = _element(op.x), _element(op.y)
-        experts = int(op.experts.value) if isinstance(op, ops.ExpertMatmulOp) else 1
         return Call(cast(Act, act), None if out == act else cast(Out, out), experts=experts)
-    if isinstance(op, ops.QuantizedMatmulOp):
+    if isinstance(op, ops.QuantizedMatmulOp | ops.QuantizedExpertMatmulOp):
         out = None if _element(op.y) == "f16" else cast(Out, _element(op.y))
-        return Call(out=out, compute=_compute_of(op.values), fold_scales=op.fold_scales)
+        return Call(out=out, compute=_compute_of(op.values), fold_scales=op.fold_scales, experts=experts)
     return Call(cast(Act, _element(op.y))) if isinstance(op, ops.DequantizeOp) else Call()
 
 

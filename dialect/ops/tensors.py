@@ -101,15 +101,20 @@ class ExpertMatmulOp(Lowbit.Operation, name="expert_matmul"):
         w = Packed.of(op.w.type)
         _check_packing(op, w)
         tensor(op.x, "x", (None, w.shape.k), ACTS)
-        tensor(op.rows, "rows", (None,), ("i32",))
-        tensor(op.tiles, "tiles", (None, TILE_COLUMNS), ("i32",))
-        experts = in_range(op.experts, "experts", 2, w.shape.n)
-        expect(w.shape.n % (ROWS * experts) == 0, "rows of all experts", f"a multiple of {ROWS * experts}", w.shape.n)
-        columns = w.shape.n // experts // (2 if op.epilogue in ACTIVATIONS else 1)
-        out = tensor(op.y, "y", (None, columns), tuple(REALS))
-        expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
-        for bias in op.bias:
-            tensor(bias, "bias", (w.shape.n,), (out,))
+        _check_experts(op, w)
+
+
+def _check_experts(op: Any, w: Packed) -> None:
+    """What says which slots are whose, y of these slots, and a bias of all experts, if there is one."""
+    tensor(op.rows, "rows", (None,), ("i32",))
+    tensor(op.tiles, "tiles", (None, TILE_COLUMNS), ("i32",))
+    experts = in_range(op.experts, "experts", 2, w.shape.n)
+    expect(w.shape.n % (ROWS * experts) == 0, "rows of all experts", f"a multiple of {ROWS * experts}", w.shape.n)
+    columns = w.shape.n // experts // (2 if op.epilogue in ACTIVATIONS else 1)
+    out = tensor(op.y, "y", (None, columns), tuple(REALS))
+    expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
+    for bias in op.bias:
+        tensor(bias, "bias", (w.shape.n,), (out,))
 
 
 class QuantizeOp(Lowbit.Operation, name="quantize"):
@@ -176,11 +181,43 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
         w = Packed.of(op.w.type)
         _check_packing(op, w)
         _check_quantized(op.values, op.scales, op.sums, w.shape.k)
-        if op.fold_scales:
-            same_element("f8E4M3FN", str(ir.RankedTensorType(op.values.type).element_type), "values with fold_scales")
-            scaled = w.format.group_size is None or w.format.row_scales
-            expect(scaled, "scales with fold_scales", "scales of rows, too", "none of rows")
+        _check_folding(op, w)
         _check_output(op, w)
+
+
+class QuantizedExpertMatmulOp(Lowbit.Operation, name="quantized_expert_matmul"):
+    """y[s, n] = scales[rows[s]] * sum_k values[rows[s], k] W[e(s), n, k] (+ bias[e(s), n]): what `expert_matmul`
+    computes, with the values and scales of x as `quantize` makes them; `fold_scales` as for `quantized_matmul`, and
+    `epilogue` as there."""
+
+    values: ext.Operand[Any]
+    scales: ext.Operand[Any]
+    w: ext.Operand[PackedType]
+    rows: ext.Operand[Any]
+    tiles: ext.Operand[Any]
+    y: ext.Result[Any]
+    bias: Sequence[ext.Operand[Any]]
+    experts: ir.IntegerAttr
+    fold_scales = Flag()
+    epilogue = Choice("none", *ACTIVATIONS)
+    packing = Optional(ir.DictAttr, _PACKING)
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        w = Packed.of(op.w.type)
+        _check_packing(op, w)
+        _check_values(op.values, op.scales, w.shape.k)
+        _check_folding(op, w)
+        _check_experts(op, w)
+
+
+def _check_folding(op: Any, w: Packed) -> None:
+    """Weights that are rounded are multiplied in f8E4M3FN, and what is left of scales is that of rows."""
+    if op.fold_scales:
+        same_element("f8E4M3FN", str(ir.RankedTensorType(op.values.type).element_type), "values with fold_scales")
+        scaled = w.format.group_size is None or w.format.row_scales
+        expect(scaled, "scales with fold_scales", "scales of rows, too", "none of rows")
 
 
 def _check_output(op: Any, w: Packed) -> None:
@@ -199,9 +236,14 @@ def _check_output(op: Any, w: Packed) -> None:
 
 def _check_quantized(values: Any, scales: Any, sums: Any, k: int) -> None:
     """The three tensors of an activation of 8 bits."""
+    _check_values(values, scales, k)
+    tensor(sums, "sums", (None, k // SUM_COLUMNS), ("f32",))
+
+
+def _check_values(values: Any, scales: Any, k: int) -> None:
+    """Numbers of 8 bits, and the scale of each row."""
     tensor(values, "values", (None, k), ("f8E4M3FN", "i8"))
     tensor(scales, "scales", (None,), ("f32",))
-    tensor(sums, "sums", (None, k // SUM_COLUMNS), ("f32",))
 
 
 class DequantizeOp(Lowbit.Operation, name="dequantize"):

@@ -28,6 +28,18 @@ func.func @folded(%x: tensor<?x256xf8E4M3FN>, %s: tensor<?xf32>, %sums: tensor<?
 
 // -----
 
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+// CHECK-LABEL: func.func @experts
+func.func @experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>,
+    %tiles: tensor<?x3xi32>, %bias: tensor<64xf32>) -> tensor<?x8xf32> {
+  // CHECK: lowbit.quantized_expert_matmul %{{.*}} {epilogue = "silu_mul", experts = 4}
+  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles, %bias {epilogue = "silu_mul", experts = 4}
+      : tensor<?x256xi8>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32>, tensor<64xf32> -> tensor<?x8xf32>
+  return %y : tensor<?x8xf32>
+}
+
+// -----
+
 !numbers = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
 // CHECK-LABEL: func.func @fragments

@@ -23,7 +23,18 @@ from lowbit.passes.target import Target
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
-Operation = Literal["matmul", "dequantize", "prepack", "permute", "quantize", "quantized_matmul", "expert_matmul"]
+Operation = Literal[
+    "matmul",
+    "quantized_matmul",
+    "expert_matmul",
+    "quantized_expert_matmul",
+    "dequantize",
+    "prepack",
+    "permute",
+    "quantize",
+]
+OF_EXPERTS: tuple[Operation, ...] = ("expert_matmul", "quantized_expert_matmul")
+"""The operations on weights of several experts."""
 
 
 @dataclass(frozen=True)

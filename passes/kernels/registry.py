@@ -12,6 +12,8 @@ from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedu
 from lowbit.passes.kernels.decode.family import Decode, DecodeInteger
 from lowbit.passes.kernels.dequantize.family import Dequantize
 from lowbit.passes.kernels.eight_bit.family import EightBit
+from lowbit.passes.kernels.eight_bit_experts.family import EightBitExperts
+from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMma
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill_mma.family import EightBitPrefillMma
 from lowbit.passes.kernels.experts.family import Experts
@@ -35,6 +37,8 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     EightBitPrefillMma(),
     Experts(),
     ExpertsMma(),
+    EightBitExperts(),
+    EightBitExpertsMma(),
     Permute(),
     Quantize(),
 )

@@ -30,6 +30,9 @@ def scale_table(spec: MatmulSpec) -> DecodeTable | None:
     return DecodeTable(dtype(TABLE_CODE, spec.bilevel.table), "f32", copies=1)
 
 
+PER_EXPERT = "use a matmul per expert"
+
+
 def check_experts(family: str, spec: MatmulSpec) -> None:
     """Raises SpecError where kernels for several experts do not fit a spec."""
     if spec.experts == 1:
@@ -37,8 +40,14 @@ def check_experts(family: str, spec: MatmulSpec) -> None:
     if not fits_async_x(spec):
         raise SpecError(
             f"schedule: {family} copies x in whole 16-byte pieces; {spec.weight} with k={spec.k} and groups of "
-            f"{spec.group_size} does not fit; use a matmul per expert"
+            f"{spec.group_size} does not fit; {PER_EXPERT}"
         )
+
+
+def check_in_act(family: str, spec: MatmulSpec, others: str) -> None:
+    """Raises SpecError for a spec whose x has 8 bits. others: schedules of kernels that multiply it."""
+    if spec.compute is not None:
+        raise SpecError(f"schedule: {family} takes no activations of 8 bits, ({spec}) has them; take an {others}")
 
 
 def check_compute(spec: MatmulSpec, target: Target) -> None:

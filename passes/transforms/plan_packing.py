@@ -16,12 +16,15 @@ from lowbit.dialect.ops.tensors import packing_attr
 from lowbit.passes.base import each_op
 from lowbit.passes.tensor_programs import packed_of
 
-WITH_WEIGHT = (ops.MatmulOp, ops.QuantizedMatmulOp, ops.ExpertMatmulOp, ops.DequantizeOp, ops.PrepackOp)
+WITH_WEIGHT = (
+    *(ops.MatmulOp, ops.QuantizedMatmulOp, ops.ExpertMatmulOp, ops.QuantizedExpertMatmulOp),
+    *(ops.DequantizeOp, ops.PrepackOp),
+)
 
 
 @dataclass(frozen=True)
 class PlanPacking:
-    """Attach the memory order of its weight to every lowbit.matmul, quantized_matmul, dequantize and prepack."""
+    """Attach the memory order of its weight to every operation of `WITH_WEIGHT`."""
 
     name: ClassVar[str] = "plan-packing"
 

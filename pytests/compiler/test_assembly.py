@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ BYTES = MatmulSpec(256, 1024, "u4", group_size=128, compute="i8")
 LEVELS = MatmulSpec(256, 1024, "u4", group_size=32, zeros="offset", scale="u6", bilevel=Bilevel(groups=8))
 TABLE = MatmulSpec(256, 1024, "nf4", group_size=64, outliers=True)
 EXPERTS = MatmulSpec(4 * 256, 1024, "u4", group_size=128, experts=4)
+EXPERTS_OF_BYTES = replace(EXPERTS, compute="i8", bias=True, epilogue="silu_mul")
 LIT_TESTS = Path(__file__).parents[2] / "lit_tests"
 
 KERNELS: dict[str, tuple[str, MatmulSpec, int, str]] = {  # family, spec, tokens and target
@@ -50,6 +52,8 @@ KERNELS: dict[str, tuple[str, MatmulSpec, int, str]] = {  # family, spec, tokens
     "eight_bit_prefill_mma": ("eight_bit_prefill_mma", BYTES, 128, "sm_80"),
     "experts": ("experts", EXPERTS, 128, "sm_90a"),
     "experts_mma": ("experts_mma", EXPERTS, 16, "sm_80"),
+    "eight_bit_experts": ("eight_bit_experts", EXPERTS_OF_BYTES, 128, "sm_90a"),
+    "eight_bit_experts_mma": ("eight_bit_experts_mma", EXPERTS_OF_BYTES, 16, "sm_80"),
     "permute": ("permute", permute_spec(1024, "f16"), 0, "sm_80"),
     "quantize": ("quantize", quantize_spec(1024, "f16", "i8"), 0, "sm_80"),
 }

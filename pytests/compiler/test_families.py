@@ -15,7 +15,7 @@ import pytest
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels import registry
-from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
+from lowbit.passes.kernels.base import OF_EXPERTS, KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.family import Decode
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of, request, schedule_from_dict, schedule_to_dict
@@ -31,8 +31,8 @@ SPEC = MatmulSpec(4096, 4096, "u2", group_size=128)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_what_every_family_promises(family: KernelFamily[Any]) -> None:
     """Its candidates are of its type, obey its own rules, and go through JSON."""
-    spec = replace(SPEC, compute="i8") if family.operation in ("quantize", "quantized_matmul") else SPEC
-    spec = replace(spec, experts=4) if family.operation == "expert_matmul" else spec
+    spec = replace(SPEC, compute="i8") if family.operation.startswith("quantize") else SPEC
+    spec = replace(spec, experts=4) if family.operation in OF_EXPERTS else spec
     target = parse_target("sm_80") if family.name == "prefill_mma" else HOPPER  # for targets without wgmma
     for tokens in family.token_tiles(spec, target) or (0,):
         found = family.candidates(spec, tokens, target)
@@ -108,7 +108,7 @@ def test_asking_families_loads_no_compiler(repo: Path) -> None:
         "for f in FAMILIES.values():\n"
         "    target = parse_target('sm_80' if f.name == 'prefill_mma' else 'sm_90a')\n"
         "    spec = MatmulSpec(64, 1024, 'u2', 128, compute='i8' if f.operation.startswith('quantize') else None,\n"
-        "                      experts=4 if f.operation == 'expert_matmul' else 1)\n"
+        "                      experts=4 if 'expert' in f.operation else 1)\n"
         "    for tokens in f.token_tiles(spec, target) or (0,):\n"
         "        for s in islice(f.candidates(spec, tokens, target), 8):\n"
         "            f.check(spec, s, target), f.predict(spec, tokens, s, target)\n"

@@ -3,11 +3,13 @@ become bytes (`weight_bytes`)."""
 
 from __future__ import annotations
 
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Index, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.codes import Codes, HeldCodes, Round, StagedCodes, turn
 from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan
 from lowbit.passes.kernels.eight_bit_prefill.weight_bytes import bytes_from
-from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.persistent.stores import epilogue_of
 from lowbit.passes.kernels.persistent.weight import Finish
 from lowbit.passes.kernels.persistent.weight_codes import PackedCodes
@@ -87,8 +89,17 @@ class ByteWeight:
             if scale is not None:
                 total = p.mul(total, scale)
             if spec.row_scales:
-                total = p.mul(total, epilogue.per_row("row_scales", "f32", total, row_tile * ROWS_OF_TILE))
-            of_tokens = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
-            return p.mul(total, p.load(of_tokens, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
+                first_row = row_tile * (ROWS * self.plan.base.tiles.unit)
+                total = p.mul(total, epilogue.per_row("row_scales", "f32", total, first_row))
+            return p.mul(total, self._scales_of_x(token, total.layout.reduce((0,))))
 
         return finish
+
+    def _scales_of_x(self, token: Scalar, layout: Layout) -> Tile:
+        """The scales [1, tokens] of rows of x, from a token on; of slots, those of the rows that a list names."""
+        p, whole = self.p, ("none", "clamp")
+        scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
+        if self.plan.spec.experts == 1:
+            return p.load(scales, (0, token), layout, whole)
+        rows = p.global_view(p["rows"], "i32", (1, -1), (0, 1), sizes=[p["m"]])
+        return p.gather(scales, (0,), p.load(rows, (0, token), layout, whole))

@@ -31,7 +31,7 @@ _FEW = tuple(tile for tile in FEW_TILES if 1 < tile <= MOST_UNFOLDED)
 TOKEN_TILES = (*_FEW, *(tile for tile in PREFILL_TILES if tile > MOST_UNFOLDED))
 """Numbers of tokens that a schedule is chosen for."""
 _TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
-_PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
+PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 """Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
 _NARROW, _WIDE = (128, 4), (256, 4)  # columns and stages of panels
 _PANELS = (_NARROW, _WIDE, (128, 8), (256, 8))
@@ -82,7 +82,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
     def _of_kind(
         self, spec: MatmulSpec, token_tile: int, target: Target, kind: EightBitPrefillSchedule
     ) -> list[EightBitPrefillSchedule]:
-        """The first of `_PRODUCTS` with registers enough, in wide panels for few tokens, and its cuts. Scaled weights
+        """The first of `PRODUCTS` with registers enough, in wide panels for few tokens, and its cuts. Scaled weights
         get narrow panels where these would spill."""
         few_tokens = [_WIDE, _NARROW] if spec.folds else [_WIDE]
         panels = [_NARROW] if kind.tokens > 64 else few_tokens
@@ -137,6 +137,6 @@ def served_tiles(spec: MatmulSpec, least: int = _FEW[-1]) -> tuple[int, ...]:
 
 def _schedules(kind: EightBitPrefillSchedule, panels: Sequence[tuple[int, int]]) -> Iterator[EightBitPrefillSchedule]:
     """Yields the schedules of this kind with these panels and stages."""
-    for (panel_k, num_stages), (parts, banks) in product(panels, _PRODUCTS):
+    for (panel_k, num_stages), (parts, banks) in product(panels, PRODUCTS):
         if kind.tokens % (16 * parts) == 0:
             yield replace(kind, panel_k=panel_k, num_stages=num_stages, parts=parts, banks=banks)

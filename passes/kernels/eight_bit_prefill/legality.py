@@ -28,6 +28,7 @@ _OF_PARTS: tuple[Extra[_Plan], ...] = (
 _OF_CODES: tuple[Extra[_Plan], ...] = (
     *_OF_K,
     *_OF_PARTS,
+    (12, "which tiles of slots are whose", lambda p: p.spec.experts > 1),
     (32, "scales and addresses that are needed later", lambda p: p.schedule.banks > 1),
     (1, "a block by itself", lambda p: p.schedule.cluster == 1),
     (6, "tiles that are cut, of such a block", lambda p: p.schedule.cluster == 1 and p.schedule.last_tokens > 0),
@@ -54,7 +55,8 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target)
     plan = bytes_plan(spec, s, WGMMA)
     if why := _misfit(plan, target):
         raise SpecError(f"schedule: {why}")
-    check_weight(plan)
+    check_sums(plan)
+    check_weight(plan, OTHERS)
     check_split(plan.base, target)
     check_shared(plan.base, target)
 
@@ -64,22 +66,31 @@ def _misfit(plan: _Plan, target: Target) -> str:
     spec, s = plan.spec, plan.schedule
     if not can_use_wgmma(spec, target):
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
-    if plan.products.keeps_sums and (s.parts, s.banks) != (1, 1):
-        return f"{spec.weight} in {spec.compute} has sums that the tensor core adds up: it needs parts=1 and banks=1"
     if max(s.parts, s.split_k) % min(s.parts, s.split_k):
         return f"parts={s.parts} and split_k={s.split_k} must divide one another"
     return ""
 
 
-def check_weight(plan: BytesPlan[PrefillSchedule]) -> None:
-    """Raises SpecError where groups and rounds do not fit one another, or codes less their zeros are no bytes."""
+def check_sums(plan: BytesPlan[EightBitPrefillSchedule]) -> None:
+    """Raises SpecError for registers for products, where these are never apart from sums."""
+    spec, s = plan.spec, plan.schedule
+    if plan.products.keeps_sums and (s.parts, s.banks) != (1, 1):
+        sums = f"{spec.weight} in {spec.compute} has sums that the tensor core adds up"
+        raise SpecError(f"schedule: {sums}: it needs parts=1 and banks=1")
+
+
+def check_weight(plan: BytesPlan[PrefillSchedule], others: str) -> None:
+    """Raises SpecError where groups and rounds do not fit one another, or codes less their zeros are no bytes.
+
+    others: what to take instead
+    """
     spec = plan.spec
     if not plan.base.round.divides_groups:
         groups = f"groups of {spec.group_size} and rounds of {plan.base.round.step} columns"
-        raise SpecError(f"schedule: {groups} must divide one another; {OTHERS}")
+        raise SpecError(f"schedule: {groups} must divide one another; {others}")
     if spec.zeros == "int" and spec.dtype.bits == 8 and not spec.folds:
         differences = f"{spec.weight} with zeros={spec.zeros!r} has differences of codes and zeros"
-        raise SpecError(f"schedule: {differences} that are no bytes; {OTHERS}")
+        raise SpecError(f"schedule: {differences} that are no bytes; {others}")
 
 
 def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:

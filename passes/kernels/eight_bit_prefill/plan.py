@@ -96,9 +96,10 @@ class Held:
 
     @cached_property
     def code_stages(self) -> int:
-        """Pieces of codes in shared memory; 0 where codes go straight to registers."""
+        """Pieces of codes in shared memory; 0 where codes go straight to registers. A thread counts its copies: there
+        are none where it copies x, too."""
         base, piece, pieces = self.base, self.base.round.piece, self.base.round.pieces
-        if not base.engine.asynchronous:
+        if not base.x.by_boxes:
             return 0
         if piece > base.schedule.panel_k and not self.products.keeps_sums:
             return 0  # half of a piece would take registers beside products

@@ -43,8 +43,8 @@ class ByteWgmmaMultiplier:
         return loop.carried, sums.end_tile()
 
     def leave(self) -> None:
-        """Waits for copies of codes that nobody reads."""
-        if self.plan.held.code_stages:
+        """Waits for copies of codes or panels that nobody reads."""
+        if self.plan.held.code_stages or not self.plan.base.x.by_boxes:
             self.p.wait()
 
     def _round(self, turn: Turn, sums: Sums, index: Scalar, registers: WeightRegisters) -> list[Tile]:

@@ -4,7 +4,7 @@ MLIR is needed here."""
 from __future__ import annotations
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.eight_bit_prefill.legality import check_weight
+from lowbit.passes.kernels.eight_bit_prefill.legality import OTHERS, check_weight
 from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
 from lowbit.passes.kernels.persistent.engine import BYTES_MMA
@@ -22,7 +22,7 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillMmaSchedule, target: Targ
     this one runs there, too."""
     check_compute(spec, target)
     plan = bytes_plan(spec, s, BYTES_MMA)
-    check_weight(plan)
+    check_weight(plan, OTHERS)
     check_shared(plan.base, target)
 
 

@@ -11,16 +11,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, KernelSchedule
+from lowbit.passes.kernels.eight_bit_experts.family import EightBitExperts
+from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMma
 from lowbit.passes.kernels.experts.family import MOST_BY_MMA, Experts
 from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
+from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.target import Target
 
-_MMA, _WGMMA = ExpertsMma(), Experts()
+_Family = KernelFamily[Any]
+_IN_ACT: tuple[_Family, _Family] = (Experts(), ExpertsMma())
+_IN_BYTES: tuple[_Family, _Family] = (EightBitExperts(), EightBitExpertsMma())
 _TILES = (16, 32, 64, 128, 192)
 _BY_MEAN = ((16, 16), (24, 32), (44, 64), (90, 128), (150, 192), (400, 128), (math.inf, 192))
 """Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
@@ -29,8 +35,8 @@ _BY_MEAN = ((16, 16), (24, 32), (44, 64), (90, 128), (150, 192), (400, 128), (ma
 @lru_cache(maxsize=256)
 def schedule_for(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule | None:
     """Returns the schedule of the kernel whose tiles have so many slots; None where there is none."""
-    by_wgmma = target.has_wgmma and tile > MOST_BY_MMA
-    families: tuple[KernelFamily[KernelSchedule], ...] = (_WGMMA, _MMA) if by_wgmma else (_MMA,)  # type: ignore[assignment]
+    by_wgmma, by_mma = _IN_BYTES if spec.compute else _IN_ACT
+    families = (by_wgmma, by_mma) if target.has_wgmma and tile > MOST_BY_MMA else (by_mma,)
     return next((s for family in families for s in family.candidates(spec, tile, target)), None)
 
 
@@ -39,7 +45,7 @@ def schedule_for_few(spec: MatmulSpec, tile: int, slots: int, target: Target) ->
     found = schedule_for(spec, tile, target)
     if isinstance(found, ExpertsMmaSchedule) and slots <= most_alone(spec, target):
         alone = replace(found, blocks_per_sm=1)
-        return alone if _MMA.allows(spec, alone, target) else found
+        return alone if family_of(alone).allows(spec, alone, target) else found
     return found
 
 
@@ -55,7 +61,8 @@ def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     """
     found = tuple(tile for tile in _TILES if schedule_for(spec, tile, target))
     if not found:
-        _MMA.check(spec, ExpertsMmaSchedule(_TILES[0]), target)
+        _, by_mma = _IN_BYTES if spec.compute else _IN_ACT
+        by_mma.check(spec, by_mma.schedule_type(_TILES[0]), target)
         raise SpecError(f"no kernel multiplies by ({spec}) on {target}; take a matmul per expert")
     return found
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.base import Operation
 from lowbit.passes.kernels.experts import legality
 from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.expert_family import ExpertFamily
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill.legality import spills
 from lowbit.passes.target import Target
@@ -22,34 +23,25 @@ MOST_BY_MMA = 32  # slots of a tile, up to which mma.sync serves them better (do
 _PANELS = ((128, 4), (64, 8), (64, 4))  # columns and stages, the most promising first
 
 
-class Experts(KernelFamily[ExpertsSchedule]):
+class Experts(ExpertFamily[ExpertsSchedule]):
     """Codes are decoded to the activation's type and multiplied by wgmma, by the slots of their expert."""
 
     name: ClassVar[str] = "experts"
     operation: ClassVar[Operation] = "expert_matmul"
     schedule_type = ExpertsSchedule
-    takes_any_tokens: ClassVar[bool] = True
-
-    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        """Slots of a tile, of which a kernel serves any number."""
-        many = (tile for tile in ExpertsSchedule.allowed["tokens"] if tile > MOST_BY_MMA)
-        return tuple(tile for tile in many if self.candidates(spec, tile, target)) if spec.experts > 1 else ()
-
-    def serves(self, schedule: ExpertsSchedule, token_tile: int) -> bool:
-        return schedule.tokens == token_tile
+    tiles: ClassVar[tuple[int, ...]] = tuple(n for n in ExpertsSchedule.allowed["tokens"] if n > MOST_BY_MMA)
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsSchedule]:
         """The first of `_PANELS` that fits."""
         every = (ExpertsSchedule(token_tile, *panels) for panels in _PANELS)
-        return [s for s in every if self._fits(spec, s, target)][:1]
+        return [s for s in every if self.fits(spec, s, target)][:1]
 
-    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsSchedule]:
+    def every(self, token_tile: int) -> Iterator[ExpertsSchedule]:
         sizes = product(ExpertsSchedule.allowed["panel_k"], ExpertsSchedule.allowed["num_stages"])
-        every = (ExpertsSchedule(token_tile, panel_k, stages) for panel_k, stages in sizes)
-        return [s for s in every if self._fits(spec, s, target)]
+        return (ExpertsSchedule(token_tile, panel_k, stages) for panel_k, stages in sizes)
 
-    def _fits(self, spec: MatmulSpec, schedule: ExpertsSchedule, target: Target) -> bool:
-        return self.allows(spec, schedule, target) and not spills(spec, schedule)
+    def spills(self, spec: MatmulSpec, schedule: ExpertsSchedule) -> bool:
+        return spills(spec, schedule)
 
     def check(self, spec: MatmulSpec, schedule: ExpertsSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)

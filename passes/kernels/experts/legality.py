@@ -8,13 +8,14 @@ from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.legality import check_shared
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
-from lowbit.passes.kernels.requirements import check_experts
+from lowbit.passes.kernels.requirements import check_experts, check_in_act
 from lowbit.passes.target import Target
 
 
 def check_schedule(spec: MatmulSpec, s: ExpertsSchedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
     check_experts("experts", spec)
+    check_in_act("experts", spec, "EightBitExpertsSchedule")
     if not target.has_wgmma:
         raise SpecError(f"schedule: experts needs sm_90a, the target is {target}; take an ExpertsMmaSchedule")
     check_shared(PersistentPlan(spec, s, WGMMA), target)

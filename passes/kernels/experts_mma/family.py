@@ -2,60 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.base import Operation
 from lowbit.passes.kernels.experts_mma import legality
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.engine import MMA
+from lowbit.passes.kernels.persistent.expert_family import ExpertFamily, with_fewest_columns
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
-
-TILES: tuple[int, ...] = ExpertsMmaSchedule.allowed["tokens"]
 _CHOICES = (
     *(((128, 4), 1, 2), ((128, 2), 1, 2), ((64, 4), 1, 2), ((64, 2), 1, 2)),
     *(((64, 4), 2, 1), ((128, 4), 1, 1), ((64, 4), 1, 1), ((128, 2), 1, 1), ((64, 2), 1, 1)),
 )
 """Columns and stages of panels, row blocks of a warp, and blocks of a multiprocessor, the most promising first."""
-_MOST_WASTED = 1.1  # times as many columns as with other panels
 
 
-class ExpertsMma(KernelFamily[ExpertsMmaSchedule]):
+class ExpertsMma(ExpertFamily[ExpertsMmaSchedule]):
     """Codes are decoded to the activation's type and multiplied by mma.sync, by the slots of their expert."""
 
     name: ClassVar[str] = "experts_mma"
     operation: ClassVar[Operation] = "expert_matmul"
     schedule_type = ExpertsMmaSchedule
-    takes_any_tokens: ClassVar[bool] = True
-
-    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        """Slots of a tile, of which a kernel serves any number."""
-        return tuple(tile for tile in TILES if self.candidates(spec, tile, target)) if spec.experts > 1 else ()
-
-    def serves(self, schedule: ExpertsMmaSchedule, token_tile: int) -> bool:
-        return schedule.tokens == token_tile
+    tiles: ClassVar[tuple[int, ...]] = ExpertsMmaSchedule.allowed["tokens"]
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsMmaSchedule]:
         """The first that fits of those whose rounds go through the fewest columns, or a tenth more."""
         every = (ExpertsMmaSchedule(token_tile, *panels, row_blocks=b, blocks_per_sm=n) for panels, b, n in _CHOICES)
-        columns = {s: PersistentPlan(spec, s, MMA).tiles.columns for s in every if self._fits(spec, s, target)}
-        return [s for s, some in columns.items() if some <= _MOST_WASTED * min(columns.values())][:1]
+        return with_fewest_columns({s: PersistentPlan(spec, s, MMA) for s in every if self.fits(spec, s, target)})[:1]
 
-    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsMmaSchedule]:
+    def every(self, token_tile: int) -> Iterator[ExpertsMmaSchedule]:
         allowed = ExpertsMmaSchedule.allowed
         sizes = product(*(allowed[name] for name in ("panel_k", "num_stages", "row_blocks", "blocks_per_sm")))
-        every = (ExpertsMmaSchedule(token_tile, k, n, row_blocks=b, blocks_per_sm=many) for k, n, b, many in sizes)
-        return [s for s in every if self._fits(spec, s, target)]
+        return (ExpertsMmaSchedule(token_tile, k, n, row_blocks=b, blocks_per_sm=many) for k, n, b, many in sizes)
 
-    def _fits(self, spec: MatmulSpec, schedule: ExpertsMmaSchedule, target: Target) -> bool:
-        return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
+    def spills(self, spec: MatmulSpec, schedule: ExpertsMmaSchedule) -> bool:
+        return legality.spills(spec, schedule)
 
     def check(self, spec: MatmulSpec, schedule: ExpertsMmaSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)

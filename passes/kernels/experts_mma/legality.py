@@ -9,7 +9,7 @@ from lowbit.passes.kernels.persistent.engine import MMA
 from lowbit.passes.kernels.persistent.legality import check_shared, loaded_registers
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill_mma.legality import spills as spills_alone
-from lowbit.passes.kernels.requirements import check_experts
+from lowbit.passes.kernels.requirements import check_experts, check_in_act
 from lowbit.passes.target import Target
 
 _MOST_SHARED = 120  # registers of a thread, of 128 that it has where two blocks share a multiprocessor
@@ -28,12 +28,18 @@ def spills(spec: MatmulSpec, s: ExpertsMmaSchedule) -> bool:
 def check_schedule(spec: MatmulSpec, s: ExpertsMmaSchedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
     check_experts("experts_mma", spec)
-    if s.tokens == 16 and s.row_blocks > 1:
-        raise SpecError(f"schedule: two warps cannot share tokens={s.tokens}; take row_blocks=1, or tokens=32")
+    check_in_act("experts_mma", spec, "EightBitExpertsMmaSchedule")
     if spec.outliers and s.row_blocks > 1:
         raise SpecError(f"schedule: outliers are found by warps of one row block; {s} needs row_blocks=1")
     plan = PersistentPlan(spec, s, MMA)
     check_shared(plan, target)
+    check_blocks(plan, s, target)
+
+
+def check_blocks(plan: PersistentPlan, s: ExpertsMmaSchedule, target: Target) -> None:
+    """Raises SpecError where warps cannot share tiles of so few slots, or blocks a multiprocessor."""
+    if s.tokens == 16 and s.row_blocks > 1:
+        raise SpecError(f"schedule: two warps cannot share tokens={s.tokens}; take row_blocks=1, or tokens=32")
     if s.blocks_per_sm * (plan.shared_bytes + _OF_SYSTEM) > target.shared_per_sm:
         needed = f"{plan.shared_bytes} bytes of shared memory each"
         raise SpecError(

@@ -1,0 +1,242 @@
+"""The kernels for weights of several experts and activations of 8 bits, in the emulator with the race check.
+
+As in `test_eight_bit`, sums are compared to the last bit where f32 holds all of them. Tables of tiles are those of
+`test_experts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eight_bit_problems import FITTING, exact, whole_problem
+from emulated import run_launch
+from test_experts import ROUTINGS, Array, by_expert, routing
+from torch import Tensor
+
+import lowbit
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.errors import EmulatorError, SpecError
+from lowbit.dialect.formats.byte_codes import Compute
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Scalar, Tile
+from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.eight_bit_experts.schedule import EightBitExpertsSchedule
+from lowbit.passes.kernels.eight_bit_experts_mma.schedule import EightBitExpertsMmaSchedule
+from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
+from lowbit.passes.kernels.experts.choice import schedule_for, tiles_of
+from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
+from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
+from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
+from lowbit.passes.kernels.registry import request
+from lowbit.passes.pipeline import compile_kernel
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
+from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance
+from lowbit.pylib.runtime.activation import quantize_rows
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.packed import PackedWeight, pack
+
+AMPERE, ADA, HOPPER = (parse_target(name) for name in ("sm_80", "sm_89", "sm_90a"))
+AnySchedule = EightBitExpertsMmaSchedule | EightBitExpertsSchedule
+SMALL = EightBitExpertsMmaSchedule(16, num_stages=2)
+WGMMA = EightBitExpertsSchedule(64)
+I8, FP8 = {"compute": "i8"}, {"compute": "f8e4m3"}
+
+
+def run(
+    spec: MatmulSpec, schedule: AnySchedule, ids: Array, x: Tensor, scales: Tensor, w: PackedWeight, target: Target
+) -> tuple[Tensor, Array, Array]:
+    """y of all slots of an x of 8 bits, the expert of each slot, and its row of x."""
+    order, tiles = routing(ids, spec.experts, schedule.tokens)
+    rows = (order % len(x)).astype(np.int32)
+    q = lowbit.quantize_activation(x, spec.byte_type, scales=scales)
+    y = torch.full((len(ids), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
+    given = {"x": q.values, "x_scales": q.scales, "y": y, "m": len(ids)}
+    given |= {"rows": torch.from_numpy(rows), "tiles": torch.from_numpy(tiles)}
+    run_launch(compile_kernel(request(spec, target, schedule)), w, True, 0, **given)
+    return y, ids[order], rows
+
+
+def scales_of_slots(self: ByteWeight, token: Scalar, layout: Layout) -> Tile:
+    """What `ByteWeight` multiplies by, if slots were rows of x: the scales of the first rows."""
+    scales = self.p.global_view(self.p["x_scales"], "f32", (1, -1), (0, 1), sizes=[self.p["m"]])
+    return self.p.load(scales, (0, token % 5), layout, ("none", "clamp"))
+
+
+def of_expert(spec: MatmulSpec, every: Array, expert: Array) -> Array:
+    """The columns of each slot's expert, of those of all experts; for a slot elsewhere, those of the first."""
+    here = np.where((expert >= 0) & (expert < spec.experts), expert, 0)
+    return np.take_along_axis(every, here[:, None] * spec.outputs + np.arange(spec.outputs), 1)
+
+
+def is_exact(spec: MatmulSpec, schedule: AnySchedule, ids: Array, tokens: int, target: Target = HOPPER) -> bool:
+    """Whether every slot of an expert has the exact result, and no other was written."""
+    one = replace(spec, experts=1)
+    problem = whole_problem(one, tokens)
+    x, x_scales, *weight = problem
+    y, expert, rows = run(spec, schedule, ids, x, x_scales, pack(one, *weight), target)
+    expected = of_expert(spec, exact(one, problem).numpy()[rows], expert)
+    here = torch.from_numpy((expert >= 0) & (expert < spec.experts))
+    return torch.equal(y[here], torch.from_numpy(expected)[here]) and bool(torch.isnan(y[~here]).all())
+
+
+def is_close(spec: MatmulSpec, schedule: AnySchedule, ids: Array, tokens: int, target: Target = HOPPER) -> bool:
+    """Whether every slot of an expert has what the definition says of x as it is multiplied, up to rounding."""
+    one = replace(spec, experts=1)
+    x, weight = random_inputs(one, tokens)
+    values, scales = quantize_rows(x, spec.byte_type)
+    y, expert, rows = run(spec, schedule, ids, values, scales, pack(spec, **by_expert(spec, weight)), target)
+    right, bound = matmul(one, x, **weight), tolerance(one, x, **weight, folded=spec.folds)
+    here = (expert >= 0) & (expert < spec.experts)
+    numbers = of_expert(spec, right[rows], expert), of_expert(spec, bound[rows], expert)
+    return bool(agrees(y, *numbers)[here].all())
+
+
+def spec_of(compute: Compute, weight: str, number: int) -> MatmulSpec:
+    """A small spec of a format: group sizes and zeros take turns. Experts of 48 rows end inside of tiles."""
+    bits = dtype(weight).bits
+    group = (256 if bits in (3, 5, 6, 7) else 32, None, 256)[number % 3]
+    zeros = "int" if weight[0] in "ui" and number % 2 and bits < 8 else "none"
+    return MatmulSpec(3 * 48, 512, weight, group, zeros=zeros, compute=compute, out="f32", experts=3)
+
+
+MIXED = np.random.default_rng(1).choice(3, 40, p=[0.5, 0.1, 0.4])
+KINDS = [SMALL, EightBitExpertsMmaSchedule(32, 256, 2, row_blocks=2), WGMMA]
+
+
+@pytest.mark.parametrize(("compute", "weight"), FITTING)
+def test_every_format_to_the_last_bit(compute: Compute, weight: str) -> None:
+    """By one of the kernels each, which take turns."""
+    number = FITTING.index((compute, weight))
+    assert is_exact(spec_of(compute, weight, number), KINDS[number % 3], MIXED, 7, HOPPER)
+
+
+@pytest.mark.parametrize("schedule", KINDS[::2], ids=["mma", "wgmma"])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_any_routing(name: str, schedule: AnySchedule) -> None:
+    """Slots that are uneven, of one expert, or of none; rows of x that several experts get, or one twice."""
+    assert is_exact(MatmulSpec(4 * 48, 256, "u4", 64, **I8, out="f32", experts=4), schedule, ROUTINGS[name], 5)
+
+
+@pytest.mark.parametrize("target", [AMPERE, ADA, parse_target("sm_120")], ids=str)
+def test_targets_without_wgmma(target: Target) -> None:
+    for compute in (I8, FP8) if target.has_fp8 else (I8,):
+        spec = MatmulSpec(4 * 48, 768, "i4", 128, **compute, out="f32", experts=4)
+        assert is_exact(spec, SMALL, ROUTINGS["uneven"], 5, target)
+
+
+FOLDED = FP8 | {"fold_scales": True}
+LEVELS, GPT_OSS = {"bilevel": Bilevel()}, {"epilogue": "swiglu_oai"}
+CASES: list[tuple[dict[str, Any], AnySchedule, AnySchedule]] = [
+    ({"weight": "u4", "zeros": "int", "bias": True, **I8}, KINDS[1], EightBitExpertsSchedule(64, 256)),
+    ({"weight": "i8", "group_size": None, "act": "bf16", **I8}, SMALL, WGMMA),
+    ({"weight": "i4", "group_size": 32, "out": "bf16", **FP8}, SMALL, EightBitExpertsSchedule(96, parts=2, banks=2)),
+    ({"weight": "f4e2m1", "group_size": 32, "scale": "e4m3", "row_scales": True, **FP8}, SMALL, WGMMA),
+    ({"weight": "u4", "group_size": 32, "n": 3 * 64, "epilogue": "silu_mul", **I8}, SMALL, WGMMA),
+    ({"weight": "f8e4m3", "n": 3 * 160, "epilogue": "gelu_mul", "bias": True, **FP8}, SMALL, WGMMA),
+    ({"weight": "nf4", "group_size": 32, "scale": "f32", **FOLDED}, SMALL, WGMMA),
+    ({"weight": "u3", "n": 3 * 64, "group_size": 32, "zeros": "float", "bias": True, **GPT_OSS, **FOLDED},
+     KINDS[1], EightBitExpertsSchedule(128)),
+    ({"group_size": 32, "weight": "u4", "zeros": "offset", "scale": "u6", **LEVELS, **FOLDED}, SMALL, WGMMA),
+    ({"weight": "u8", "zeros": "int", **FOLDED}, SMALL, WGMMA),
+    ({"weight": "f6e3m2", "group_size": 64, "act": "bf16", **FOLDED}, replace(SMALL, blocks_per_sm=2), WGMMA),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["mma", "wgmma"])
+@pytest.mark.parametrize(("choices", "mma", "wgmma"), CASES, ids=str)
+def test_numbers(choices: dict[str, Any], mma: AnySchedule, wgmma: AnySchedule, engine: str) -> None:
+    """Scales that are folded in or not, second levels, gates and biases."""
+    fields: dict[str, Any] = {"n": 3 * 48, "k": 512, "group_size": 128, "experts": 3} | choices
+    schedule, target = (wgmma, HOPPER) if engine == "wgmma" else (mma, ADA)
+    assert is_close(MatmulSpec(**fields), schedule, MIXED, 7, target)
+
+
+def test_folded_weights_are_rounded_for_any_number_of_tokens() -> None:
+    spec = MatmulSpec(64, 256, "u4", 32, **FOLDED)
+    assert not spec.rounds_weights(1) and replace(spec, n=128, experts=2).rounds_weights(1)
+
+
+# -- which kernels serve
+
+
+@pytest.mark.parametrize("compute", [I8, FP8, FOLDED], ids=str)
+def test_every_size_of_tiles_has_a_kernel(compute: dict[str, Any]) -> None:
+    """By mma.sync up to 32 slots, and by wgmma above where there is any."""
+    spec = MatmulSpec(128 * 1536, 2048, "u4", 128, **compute, experts=128)
+    kinds = {tile: type(schedule_for(spec, tile, HOPPER)) for tile in tiles_of(spec, HOPPER)}
+    few, many = EightBitExpertsMmaSchedule, EightBitExpertsSchedule
+    assert kinds == dict.fromkeys((16, 32), few) | dict.fromkeys((64, 128, 192), many)
+    assert {type(schedule_for(spec, tile, ADA)) for tile in tiles_of(spec, ADA)} == {few}
+
+
+@pytest.mark.parametrize(
+    ("choices", "schedule", "target", "message"),
+    [
+        ({"experts": 1, **I8}, SMALL, ADA, "eight_bit_experts_mma is for weights of several experts"),
+        (I8, WGMMA, ADA, "eight_bit_experts needs sm_90a, the target is sm_89; take an EightBitExpertsMmaSchedule"),
+        (FP8, SMALL, AMPERE, "compute='f8e4m3' needs sm_89 or later, the target is sm_80"),
+        ({}, SMALL, ADA, "has no activations of 8 bits"),
+        (I8, ExpertsMmaSchedule(16), ADA, "experts_mma takes no activations of 8 bits, .* EightBitExpertsMmaSchedule"),
+        (I8, ExpertsSchedule(), HOPPER, "experts takes no activations of 8 bits, .* an EightBitExpertsSchedule"),
+        ({"weight": "u8", "zeros": "int", **I8}, SMALL, ADA, "differences .* no bytes; use a matmul per expert"),
+        ({"group_size": None, **I8}, replace(WGMMA, parts=2), HOPPER, "it needs parts=1 and banks=1"),
+        (I8, replace(SMALL, row_blocks=2), ADA, "two warps cannot share tokens=16"),
+    ],
+)  # fmt: skip
+def test_schedules_that_do_not_fit(choices: dict[str, Any], schedule: Any, target: Target, message: str) -> None:
+    fields: dict[str, Any] = {"weight": "u4", "group_size": 64, "experts": 4} | choices
+    with pytest.raises(SpecError, match=message):
+        request(MatmulSpec(192, 256, **fields), target, schedule)
+
+
+# -- that these tests can fail
+
+
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "no rows of their own": (ExpertOrder, "first", lambda self: self._position(self.block + 1)),
+    "scales of slots": (ByteWeight, "_scales_of_x", scales_of_slots),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTATIONS[what])
+    right = False
+    with contextlib.suppress(EmulatorError):
+        right = is_exact(MatmulSpec(4 * 48, 768, "u4", 64, **I8, out="f32", experts=4), SMALL, ROUTINGS["uneven"], 5)
+    assert not right
+
+
+# -- resources
+
+
+TAKEN: list[tuple[dict[str, Any], Target, int]] = [
+    ({"weight": "u4", **I8}, HOPPER, 52),  # of two blocks that share a multiprocessor, by mma.sync
+    ({"weight": "u4", **FP8}, HOPPER, 84),  # the same
+    ({"weight": "i8", "group_size": None, **I8}, HOPPER, 0),
+    ({"weight": "nf4", "group_size": 32, **FOLDED}, HOPPER, 24),
+    ({"weight": "u4", **FP8}, ADA, 0),
+    ({"weight": "i8", **I8}, ADA, 32),
+    ({"weight": "u4", "group_size": 32, "zeros": "offset", "scale": "u6", **LEVELS, **FOLDED}, ADA, 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choices", "target", "most"), TAKEN, ids=str)
+def test_few_spills(choices: dict[str, Any], target: Target, most: int) -> None:
+    """Of all that may be chosen; products of wgmma overlap. The numbers are a record."""
+    fields: dict[str, Any] = {"group_size": 128} | choices
+    spec = MatmulSpec(16 * 1536, 2048, **fields, experts=16)
+    for schedule in (schedule_for(spec, tile, target) for tile in tiles_of(spec, target)):
+        assert schedule
+        kernel = compile_kernel(request(spec, target, schedule))
+        used = resource_usage(kernel.ptx, target)
+        assert not used.serialized and max(used.spill_stores, used.spill_loads) <= most, (schedule, used)
+        assert kernel.launch.shared_bytes <= target.max_shared_per_block
