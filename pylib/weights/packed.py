@@ -179,7 +179,7 @@ class PackedWeight(Mapping[str, Tensor]):
         Raises PackError for another spec, for tensors of other sizes (outliers), and for values beyond the act type
         where this weight has none: calls that are recorded may round to it.
         """
-        self._check_update(other)
+        self.check_update(other)
         with torch.no_grad():
             for mine, given in zip(self.tensors, other.tensors):
                 mine.copy_(given)
@@ -188,8 +188,8 @@ class PackedWeight(Mapping[str, Tensor]):
         self._look_at_values()
         return self
 
-    def _check_update(self, other: PackedWeight) -> None:
-        """Raise PackError for a weight whose values do not fit in the memory of this one."""
+    def check_update(self, other: PackedWeight) -> None:
+        """Raise PackError for a weight that `update_` would not take."""
         if not isinstance(cast(object, other), PackedWeight):
             raise PackError(f"the other weight must be a PackedWeight, not {type(other).__name__}; use pack()")
         if other.spec != self.spec:

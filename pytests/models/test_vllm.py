@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -22,19 +22,19 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
-from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackError, QuantConfig, SpecError
-from lowbit.pylib.integrations.vllm.names import Names
-from lowbit.pylib.integrations.vllm.rows import Rows, Share, load_rows, load_weight, opened, quantize_rows
+from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, PackError, QuantConfig, SpecError
+from lowbit.pylib.integrations.vllm.names import Names, Place
+from lowbit.pylib.integrations.vllm.rows import Rows, Share, Source, opened, quantize_rows, rows_of
 
 transformers = pytest.importorskip("transformers")
 
+from pytests.models import fake_vllm  # noqa: E402
 from pytests.models.vllm_answers import PROMPTS  # noqa: E402
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: docs/howto/vllm.md")
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 U4 = QuantConfig("u4", 32, clip="max")
-CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -49,9 +49,9 @@ class Block(nn.Module):
         return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
 
 
-def saved(folder: Path, configs: Any = U4, bias: bool = False, fuse: bool = False) -> nn.Module:
+def saved(folder: Path, configs: Any = U4, bias: bool = False, fuse: bool = False, seed: int = 0) -> nn.Module:
     """Saves a model with one block and an embedding; returns it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = nn.ModuleDict({"embed": nn.Embedding(48, 64), "layers": nn.ModuleList([Block(bias)])}).bfloat16()
     lowbit.quantize_(model, configs, embeddings=True, fuse=fuse, progress=False)
     lowbit.save_checkpoint(model, folder)
@@ -62,6 +62,19 @@ def layer_of(model: nn.Module, name: str) -> LowbitLinear:
     found = model.get_submodule(f"layers.0.{name}")
     assert isinstance(found, LowbitLinear)
     return found
+
+
+def load_rows(folder: Path, modules: Sequence[str], share: Share) -> Rows:
+    """Returns the layer that modules of a checkpoint make, with their biases."""
+    checkpoint, weights, biases = opened(folder), dict[str, PackedWeight](), list[Tensor]()
+    for module in modules:
+        names = checkpoint.names_of(module)
+        tensors = {short: checkpoint.tensors[full] for short, full in names.items()}
+        bias = tensors.pop("bias", None)
+        weights[module] = Source.of(checkpoint, module).packed(tensors, "bf16")
+        biases += [] if bias is None else [bias]
+    rows = rows_of(weights, share)
+    return rows.with_bias(torch.cat(biases)) if biases else rows
 
 
 # -- without vLLM
@@ -81,14 +94,31 @@ def test_names_of_modules(tmp_path: Path) -> None:
     names = Names(opened(tmp_path))
     qkv = tuple(f"layers.0.{part}" for part in PACKED["qkv_proj"])
     assert names.take("layers.0.qkv_proj", PACKED) == qkv and names.take("layers.0.o_proj", PACKED) == ()
-    assert names.taken == set(qkv)
+    assert set(names.taken) == set(qkv)
     names.rename(lambda name: f"model.{name}")
     assert names.take("model.layers.0.qkv_proj", PACKED) == qkv
     assert names.parts("model.layers.0.qkv_proj", PACKED) == qkv
     assert {*names.below("model.layers")} == {*qkv, "layers.0.down_proj"} and names.below("model.layer") == []
-    pattern = names.of_taken()
-    assert pattern.search("layers.0.q_proj.codes") and pattern.search("model.layers.0.q_proj._extra_state")
-    assert not pattern.search("layers.0.down_proj.codes") and not pattern.search("layers.0.q_proj_norm.weight")
+    renamed = names.renamed()
+    assert renamed["layers.0.k_proj.codes"] == "layers.0.qkv_proj.part1_codes"  # vLLM puts the rest in front
+    assert renamed["model.layers.0.k_proj.codes"] == "model.layers.0.qkv_proj.part1_codes"
+    assert renamed["layers.0.v_proj._extra_state"] == "layers.0.qkv_proj.part2__extra_state"
+    assert not [name for name in renamed if "down_proj" in name]
+
+
+def test_names_that_vllm_changes_on_the_way(tmp_path: Path) -> None:
+    """A module's new place is named so that vLLM's own renaming leads there; if nothing does, that is an error."""
+    saved(tmp_path)
+    names = Names(opened(tmp_path))
+    names.rename(lambda name: name.replace("layers", "blocks"))
+    assert names.take("blocks.0.qkv_proj", PACKED)
+    assert names.renamed()["layers.0.q_proj.codes"] == "layers.0.qkv_proj.part0_codes"
+    names.rename(lambda name: name.replace("layers.0.q_proj.weight", "a.b.weight").replace("layers", "blocks"))
+    names.taken = {"layers.0.q_proj": Place("a.b")}
+    assert names.renamed()["layers.0.q_proj.codes"] == "a.b.part0_codes"
+    names.taken = {"layers.0.q_proj": Place("layers.1.qkv_proj")}
+    with pytest.raises(CheckpointError, match=r"q_proj: it belongs to layers\.1\.qkv_proj in vLLM"):
+        names.renamed()
 
 
 def test_embeddings_without_a_name(tmp_path: Path) -> None:
@@ -104,10 +134,10 @@ def test_fused_modules_have_a_name_of_their_own(tmp_path: Path) -> None:
     modules = Names(opened(tmp_path)).take("layers.0.qkv_proj", PACKED)
     assert modules == ("layers.0.q_k_v_proj",)
     x = torch.randn(3, 64).bfloat16()
-    rows = load_rows(tmp_path, modules, Share((64, 32, 32), 64), "bf16", CPU, bias=False)
+    rows = load_rows(tmp_path, modules, Share((64, 32, 32), 64))
     assert torch.equal(rows(x), layer_of(model, "q_k_v_proj")(x))
     with pytest.raises(PackError, match="q_k_v_proj: fused layers can't be split over processes"):
-        load_rows(tmp_path, modules, Share((32, 16, 16), 64, 0, 2), "bf16", CPU, bias=False)
+        load_rows(tmp_path, modules, Share((32, 16, 16), 64, 0, 2))
 
 
 def test_a_layer_of_dense_and_low_bit_modules_is_refused(tmp_path: Path) -> None:
@@ -122,7 +152,7 @@ def test_rows_of_several_modules(configs: Any, tmp_path: Path) -> None:
     """They are joined where their formats are the same, and multiply as the modules do in either case."""
     model = saved(tmp_path, configs, bias=True)
     modules = Names(opened(tmp_path)).take("layers.0.qkv_proj", PACKED)
-    rows = load_rows(tmp_path, modules, Share((64, 32, 32), 64), "bf16", CPU, bias=True)
+    rows = load_rows(tmp_path, modules, Share((64, 32, 32), 64))
     x = torch.randn(3, 64).bfloat16()
     assert torch.equal(rows(x), model.get_submodule("layers.0")(x))
     assert len(rows) == (1 if configs is U4 else 3)
@@ -139,18 +169,18 @@ def test_neighbours_of_one_format_are_joined() -> None:
 @pytest.mark.parametrize("processes", [2, 4])
 def test_shares_of_processes(processes: int, tmp_path: Path) -> None:
     """Rows lie side by side, columns add up. With four processes, two have the same rows of key and value each."""
-    model = saved(tmp_path, bias=True)
+    model = saved(tmp_path)
     modules, x = ("layers.0.q_proj", "layers.0.k_proj"), torch.randn(3, 64).bfloat16()
     q, k = (layer_of(model, name)(x) for name in ("q_proj", "k_proj"))
     down: list[Tensor] = []
     for rank in range(processes):
         share = Share((64 // processes, 16), 64, rank, processes)
-        y = load_rows(tmp_path, modules, share, "bf16", CPU, bias=True)(x)
+        y = load_rows(tmp_path, modules, share)(x)
         n, replicas = share.rows[0], processes // 2
         expected = [q[:, rank * n : (rank + 1) * n], k[:, rank // replicas * 16 :][:, :16]]
         assert torch.equal(y, torch.cat(expected, -1))
         if processes == 2:
-            part = load_rows(tmp_path, ["layers.0.down_proj"], Share((64,), 64, rank, 2), "bf16", CPU, bias=True)
+            part = load_rows(tmp_path, ["layers.0.down_proj"], Share((64,), 64, rank, 2))
             down.append(part(torch.cat([x, x], -1)[:, rank * 64 :][:, :64]).float())
     if down:
         whole = layer_of(model, "down_proj")(torch.cat([x, x], -1)).float()
@@ -162,24 +192,126 @@ def test_shares_that_there_are_none_of(rows: int, columns: int, processes: int, 
     saved(tmp_path)
     share = Share((rows,), columns, 0, processes)
     with pytest.raises(PackError, match=f"down_proj: its weight is 64 x 128, and vLLM wants {rows} x {columns} of"):
-        load_rows(tmp_path, ["layers.0.down_proj"], share, "bf16", CPU, bias=False)
+        load_rows(tmp_path, ["layers.0.down_proj"], share)
 
 
 def test_a_bias_has_to_be_in_the_model(tmp_path: Path) -> None:
     saved(tmp_path)
+    source = Source.of(opened(tmp_path), "layers.0.q_proj")
+    source.check_bias(False)
     with pytest.raises(CheckpointError, match="q_proj: it has a bias in the model, and none in the checkpoint"):
-        load_weight(tmp_path, "layers.0.q_proj", "bf16", CPU, bias=True)
+        source.check_bias(True)
 
 
 def test_dense_rows_are_quantized_as_linear_layers_are() -> None:
     dense = nn.Linear(64, 96).bfloat16()
-    with torch.no_grad():
-        rows = quantize_rows(dense.weight, dense.bias, [64, 32], [U4, U4])
-        apart = quantize_rows(dense.weight, dense.bias, [64, 32], [U4, QuantConfig("u4", 64, clip="max")])
+    rows = quantize_rows(dense.weight.data, [64, 32], [U4, U4]).with_bias(dense.bias.data)
+    apart = quantize_rows(dense.weight.data, [64, 32], [U4, QuantConfig("u4", 64, clip="max")])
     x = torch.randn(3, 64).bfloat16()
     expected = LowbitLinear.from_linear(dense, U4)(x)
     assert torch.equal(rows(x), expected) and len(rows) == 1 and len(apart) == 2
+    apart = apart.with_bias(dense.bias.data)
     assert torch.equal(apart(x)[:, :64], expected[:, :64]) and not torch.equal(apart(x), expected)
+    with torch.no_grad():
+        dense.bias.zero_()  # whose memory they share
+    assert torch.equal(rows(x), LowbitLinear.from_linear(dense, U4)(x))
+
+
+# -- methods, with what they need of vLLM
+
+
+@pytest.fixture
+def methods() -> Iterator[Any]:
+    with fake_vllm.installed() as found:
+        yield found
+
+
+def tensors_for(folder: Path, modules: Sequence[str]) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Returns the tensors of a saved layer as vLLM's loader passes them, and its bias."""
+    checkpoint, names = opened(folder), Names(opened(folder))
+    names.taken = {module: Place("layer", part) for part, module in enumerate(modules)}
+    found = {full: checkpoint.tensors[full] for module in modules for full in checkpoint.names_of(module).values()}
+    renamed = {new.rpartition(".")[2]: old for old, new in names.renamed().items() if old in found}
+    biases = [found[f"{module}.bias"] for module in modules if f"{module}.bias" in found]
+    return {name: found[old] for name, old in renamed.items()}, torch.cat(biases) if biases else None
+
+
+def sources(folder: Path, modules: Sequence[str]) -> list[Source]:
+    return [Source.of(opened(folder), module) for module in modules]
+
+
+QKV = [f"layers.0.{part}_proj" for part in "qkv"]
+
+
+@pytest.mark.parametrize("configs", [U4, {"*.k_proj": QuantConfig("u8", 64), "*": U4}])
+def test_a_saved_layer_takes_other_weights_in_place(configs: Any, methods: Any, tmp_path: Path) -> None:
+    """It has the new weights and bias in the memory of the old, whoever holds that."""
+    models = [saved(tmp_path / str(seed), configs, bias=True, seed=seed) for seed in (0, 1)]
+    (first, one), (second, two) = (tensors_for(tmp_path / str(seed), QKV) for seed in (0, 1))
+    layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path / "0", QKV)), 64, (64, 32, 32), bias=True)
+    made, x = fake_vllm.recorded(layer), torch.randn(3, 64).bfloat16()
+    fake_vllm.load(layer, first, one)
+    assert torch.equal(layer(x), models[0].get_submodule("layers.0")(x))
+    held = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    fake_vllm.reload(layer, made, second, two)
+    assert torch.equal(layer(x), models[1].get_submodule("layers.0")(x))
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == held
+    assert not [name for name in held if name.startswith("part")] and layer.qweight.data_ptr() == held["qweight"]
+    weight = layer.quant_method.dequantize_weight(layer)
+    assert torch.equal(weight, torch.cat([layer_of(models[1], f"{part}_proj").dequantize() for part in "qkv"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("f8e4m3", r"k_proj\.codes: it is .* when vLLM made the model; start vLLM again"),
+        ("f4e1m2", r"k_proj: the weight was packed with weight='f4e1m2' \(not 'f4e2m1'\)"),
+    ],
+)
+def test_a_saved_layer_keeps_its_format(name: str, message: str, methods: Any, tmp_path: Path) -> None:
+    """It takes neither tensors of other sizes, nor codes of the same size that mean others, and stays as it was."""
+    old = QuantConfig("f4e2m1", 32)
+    model = saved(tmp_path / "old", old)
+    saved(tmp_path / "new", {"*.k_proj": QuantConfig(name, 32), "*": old}, seed=1)
+    layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path / "old", QKV)), 64, (64, 32, 32))
+    made, x = fake_vllm.recorded(layer), torch.randn(3, 64).bfloat16()
+    fake_vllm.load(layer, tensors_for(tmp_path / "old", QKV)[0])
+    held = layer.lowbit
+    with pytest.raises((CheckpointError, PackError), match=message):
+        fake_vllm.reload(layer, made, tensors_for(tmp_path / "new", QKV)[0])
+    assert torch.equal(held(x), model.get_submodule("layers.0")(x))
+
+
+def test_a_saved_layer_misses_tensors(methods: Any, tmp_path: Path) -> None:
+    saved(tmp_path)
+    tensors = tensors_for(tmp_path, QKV)[0]
+    for given in ({}, {name: tensor for name, tensor in tensors.items() if name != "part1_codes"}):
+        layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path, QKV)), 64, (64, 32, 32))
+        with pytest.raises(CheckpointError, match=r"_proj: vLLM's loader has passed no .*codes"):
+            fake_vllm.load(layer, given)
+
+
+def test_a_layer_is_quantized_when_it_has_come(methods: Any) -> None:
+    """The dense weight has no memory before, and none after; other weights go to the same place."""
+    layers = [nn.Linear(64, 96).bfloat16() for _ in range(2)]
+    layer = fake_vllm.Linear(methods.OnLoadLinear("layer", [U4, U4]), 64, (64, 32), bias=True)
+    assert layer.weight.is_meta
+    made, x = fake_vllm.recorded(layer), torch.randn(3, 64).bfloat16()
+    fake_vllm.load(layer, {"weight": layers[0].weight.data}, layers[0].bias.data)
+    assert torch.equal(layer(x), LowbitLinear.from_linear(layers[0], U4)(x)) and not hasattr(layer, "weight")
+    held = layer.qweight.data_ptr()
+    fake_vllm.reload(layer, made, {"weight": layers[1].weight.data}, layers[1].bias.data)
+    assert torch.equal(layer(x), LowbitLinear.from_linear(layers[1], U4)(x)) and layer.qweight.data_ptr() == held
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_adds_the_bias_of_a_sum(rank: int, methods: Any) -> None:
+    dense = nn.Linear(64, 32).bfloat16()
+    about = {"tp_rank": rank, "tp_size": 2, "columns_here": 32}
+    layer = fake_vllm.Linear(methods.OnLoadLinear("layer", [U4]), 64, (32,), bias=True, **about)
+    fake_vllm.load(layer, {"weight": dense.weight.data[:, 32 * rank :][:, :32]}, dense.bias.data)
+    expected, zero = dense.bias if rank == 0 else torch.zeros(32), torch.zeros(1, 32).bfloat16()
+    assert torch.equal(layer(zero)[0], expected.detach().bfloat16())
 
 
 # -- with vLLM
@@ -210,9 +342,9 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
 RECIPE = {"weight": "u4", "group_size": 64, "clip": "max"}
 
 
-def dense_model(folder: Path, name: str) -> Path:
+def dense_model(folder: Path, name: str, seed: int = 0) -> Path:
     """Saves a model with random weights, larger than usual, so that its answers are far apart."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -222,10 +354,10 @@ def dense_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def low_bit_model(folder: Path, name: str, **options: Any) -> Path:
+def low_bit_model(folder: Path, name: str, seed: int = 0, **options: Any) -> Path:
     """Saves a low-bit model as transformers does."""
     config = LowbitConfig(**RECIPE, **options)
-    dense = dense_model(folder / "dense", name)
+    dense = dense_model(folder / "dense", name, seed)
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, quantization_config=config)
     model.save_pretrained(folder / "saved")
     return folder / "saved"
@@ -314,6 +446,39 @@ def test_quantized_on_loading(tmp_path: Path) -> None:
 def test_quantized_as_lowbit_does_by_default(tmp_path: Path) -> None:
     found = answers(dense_model(tmp_path, "llama"), quantization="lowbit")
     assert set(found["kinds"]) == {"OnLoadLinear", "UnquantizedEmbeddingMethod"}
+
+
+@needs_vllm
+@pytest.mark.parametrize("case", ["fused, and its output layer", "of several formats", "with a low-bit table"])
+def test_saved_models_take_other_weights(case: str, tmp_path: Path) -> None:
+    """A reload gives exactly the new model."""
+    name, options = SAVED[case]
+    first, second = (low_bit_model(tmp_path / str(seed), name, seed, **options) for seed in (0, 1))
+    found = answers(first, reload=str(second), enforce_eager=False)
+    check(second, found)
+
+
+@needs_vllm
+def test_models_quantized_on_loading_take_other_weights(tmp_path: Path) -> None:
+    first, second = (low_bit_model(tmp_path / str(seed), "llama", seed, lm_head=True) for seed in (0, 1))
+    config = LowbitConfig(**RECIPE, lm_head=True).to_dict()
+    overrides = {"quantization_config": config}
+    dense = [folder.parent / "dense" for folder in (first, second)]
+    check(second, answers(dense[0], reload=str(dense[1]), hf_overrides=overrides, enforce_eager=False))
+
+
+@needs_vllm
+def test_a_saved_model_takes_no_weights_of_other_formats(tmp_path: Path) -> None:
+    both = ({"*": QuantConfig(name, 64)} for name in ("u4", "u3"))
+    first, second = (low_bit_model(tmp_path / str(index), "llama", modules=each) for index, each in enumerate(both))
+    text = answers(first, fails=True, reload=str(second))
+    assert "when vLLM made the model; start vLLM again to serve a model of other formats" in text
+
+
+@needs_vllm
+def test_saved_models_without_weights(tmp_path: Path) -> None:
+    found = answers(low_bit_model(tmp_path, "llama", lm_head=True), load_format="dummy")
+    assert {"SavedLinear", "SavedHead"} < set(found["kinds"])
 
 
 @needs_vllm

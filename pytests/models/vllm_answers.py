@@ -1,6 +1,7 @@
 """A process that runs a model in vLLM: test_vllm.py starts it, as vLLM has to be first to load an engine in a process.
 
-    python -m pytests.models.vllm_answers ARGUMENTS    those of vllm.LLM, as JSON, and the folder of an "adapter"
+    python -m pytests.models.vllm_answers ARGUMENTS    those of vllm.LLM, as JSON, and the folder of an "adapter", or
+                                                       one whose weights the model takes before it answers, "reload"
 
 It prints as JSON: the likeliest tokens after each prompt, how likely vLLM takes the tokens of the prompts to be, and
 what its layers do.
@@ -26,10 +27,15 @@ def main(arguments: dict[str, Any]) -> None:
     from vllm.lora.request import LoRARequest
 
     adapter = LoRARequest("adapter", 1, arguments.pop("adapter")) if "adapter" in arguments else None
+    reload = arguments.pop("reload", None)
     llm = LLM(skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, dtype="bfloat16", **arguments)
     wanted = SamplingParams(max_tokens=COUNT, temperature=0, detokenize=False, ignore_eos=True, prompt_logprobs=0)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     groups = [[prompt] for prompt in prompts] if adapter else [prompts]  # vLLM 0.32 can't join logprobs with adapters
+    if reload is not None:
+        llm.generate(prompts, wanted)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": reload})
+        llm.reset_prefix_cache()
     answers = [answer for group in groups for answer in llm.generate(group, wanted, lora_request=adapter)]
     found = {
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
 
 from lowbit.dialect.errors import SpecError
 from lowbit.pylib.checkpoints.registry import FORMATS
@@ -29,7 +31,7 @@ from lowbit.pylib.integrations.vllm.methods import (
     TiedHead,
 )
 from lowbit.pylib.integrations.vllm.names import Names
-from lowbit.pylib.integrations.vllm.rows import ACTS, opened
+from lowbit.pylib.integrations.vllm.rows import ACTS, Source, opened
 from lowbit.pylib.nn.plan import check_config, config_for, naming, plan_module
 from lowbit.pylib.quantization.config import QuantConfig
 
@@ -97,7 +99,7 @@ class LowbitServing(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Take over the names that vLLM gives to modules."""
-        self.names.rename(hf_to_vllm_mapper.map_name)
+        self.names.rename(hf_to_vllm_mapper._map_name)  # all versions have it; since 0.27 it is public, too
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Method:
         """Returns the method of the layer of this name; None for layers that lowbit does not serve."""
@@ -112,25 +114,28 @@ class LowbitServing(QuantizationConfig):
 
     def _of_linear(self, layer: Any, prefix: str) -> Method:
         if modules := self.names.take(prefix, self.packed_modules_mapping):
-            return SavedLinear(self.folder, modules)
+            return SavedLinear(self._sources(modules))
         columns = getattr(layer, "input_size_per_partition", layer.input_size)
         configs = self._configs(prefix, layer.output_size, columns, layer.params_dtype)
-        return OnLoadLinear(configs) if configs else UnquantizedLinearMethod()
+        return OnLoadLinear(prefix, configs) if configs else UnquantizedLinearMethod()
 
     def _of_head(self, layer: Any, prefix: str) -> Method:
         if modules := self.names.take(prefix, {}):
-            return SavedHead(self.folder, modules)
+            return SavedHead(self._sources(modules))
         if self.tied:
             return TiedHead() if self._table(layer, "") else None
-        configs = self._configs(prefix, layer.output_size, layer.input_size, torch.get_default_dtype())
-        return OnLoadHead(configs) if configs else None
+        configs = self._configs(prefix, layer.num_embeddings_padded, layer.embedding_dim, torch.get_default_dtype())
+        return OnLoadHead(prefix, configs) if configs else None
 
     def _of_embedding(self, layer: Any, prefix: str) -> Method:
         modules = self._table(layer, prefix)
-        return SavedEmbedding(self.folder, modules) if modules else None
+        return SavedEmbedding(self._sources(modules)) if modules else None
 
     def _table(self, layer: Any, prefix: str) -> tuple[str, ...]:
         return self.names.take_table(prefix, (layer.org_vocab_size, layer.embedding_dim))
+
+    def _sources(self, modules: Sequence[str]) -> list[Source]:
+        return [Source.of(opened(self.folder), module) for module in modules]
 
     def _of_experts(self, prefix: str) -> Method:
         """Raises SpecError for experts that are low-bit, or would become so."""
@@ -154,9 +159,13 @@ class LowbitServing(QuantizationConfig):
             raise SpecError(f"vLLM makes one layer of {', '.join(parts)}; quantize all of them or none")
         return configs
 
-    def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
-        """Returns which tensors of the checkpoint vLLM must leave alone: those that lowbit reads itself."""
-        return WeightsMapper(orig_to_new_regex={self.names.of_taken(): None})
+    def get_cache_scale_mapper(self) -> WeightsMapper:
+        """Returns how vLLM's loaders must rename tensors of the checkpoint: those of low-bit modules, besides what vLLM
+        renames itself. This hook is the one that all versions of vLLM call."""
+        opened.cache_clear()  # all layers have been made, and know what they wait for
+        names = self.names.renamed()
+        ours: Any = {re.compile("^.*$"): lambda match: names.get(match[0], match[0])}
+        return WeightsMapper(orig_to_new_regex=ours) | super().get_cache_scale_mapper()
 
 
 def _folder(model: str, revision: str | None) -> Path:
@@ -186,4 +195,5 @@ def _check_on_load(config: LowbitConfig, modules: Sequence[str]) -> None:
 
 # vLLM's attention on a CPU uses AMX, for which a process has to ask Linux. oneDNN does so in dense layers, of which a
 # low-bit model may have none; without that, the first instruction of AMX ends the process.
-torch.cpu._init_amx()
+if current_platform.is_cpu():
+    torch.cpu._init_amx()

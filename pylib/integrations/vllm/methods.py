@@ -1,18 +1,23 @@
 """The methods of vLLM's layers with low-bit weights: create, load, multiply.
 
-A method belongs to one layer. vLLM calls `create_weights` when it builds the layer, `process_weights_after_loading`
-when it has read all tensors of the checkpoint, and `apply` to multiply. The second of these reads low-bit weights: the
-files alone say what their tensors are, and lowbit alone can cut them for tensor parallelism.
+A method belongs to one layer. It creates parameters on meta for the tensors of the checkpoint, low-bit or dense. vLLM
+keeps what it reads for a layer until all has come, puts it on the device, and calls `process_weights_after_loading`,
+which makes low-bit weights of it. So memory holds the finished model and one layer besides.
+
+What the layer multiplies by is hidden from vLLM, but for its tensors: they are parameters of the layer. When vLLM loads
+a model again, the method gets the new tensors in the same way, and writes the new weights into the memory of those that
+it has, where captured CUDA graphs read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     UnquantizedLinearMethod,
@@ -20,39 +25,121 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
+from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
-from lowbit.pylib.integrations.vllm.rows import ACTS, Rows, Share, load_rows, load_weight, quantize_rows
+from lowbit.pylib.integrations.vllm.names import BIAS, parameter
+from lowbit.pylib.integrations.vllm.rows import ACTS, Rows, Share, Source, quantize_rows, rows_of
 from lowbit.pylib.nn.embedding import LowbitEmbedding
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.tune.timing import random_weight
+from lowbit.pylib.weights.packed import PackedWeight
+
+_HELD = "lowbit"  # what a layer multiplies by; no module of vLLM's model
+_PROCESSED = "_already_called_process_weights_after_loading"  # vLLM deletes it before it loads a layer again
+_FILLED_LATER = ("dummy", "sharded_state", "runai_streamer_sharded")  # load formats that pass no tensors of the files
 
 
-class Multiplies:
-    """Multiplies by `layer.lowbit`, which adds the layer's bias as well."""
+class Method:
+    """Loads a layer and multiplies by it.
 
-    def hold(self, layer: Any, rows: Rows) -> None:
-        """Give a layer what it multiplies by."""
-        layer.lowbit = rows
-        layer.bias = None
-        layer.register_buffer("qweight", rows[0].codes, persistent=False)  # tells vLLM's LoRA where the layer is
+    waiting   names of the layer's parameters that are there until it is loaded
+    """
+
+    uses_meta_device = True
+    waiting: Sequence[str] = ()
+    _adds_bias = False  # whether the layer's bias is added by what it holds
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Make the low-bit weights of a layer whose tensors have all come."""
+        if getattr(layer, _PROCESSED, False):
+            return
+        with torch.no_grad():
+            made = self.make(layer)
+            for name in self.waiting:
+                delattr(layer, name)
+            self._hold(layer, made)
+        setattr(layer, _PROCESSED, True)
+
+    def make(self, layer: Any) -> nn.Module:
+        """Returns what the layer multiplies by, of its parameters."""
+        raise NotImplementedError
+
+    def _hold(self, layer: Any, made: nn.Module) -> None:
+        """Give a layer what it multiplies by; or the values of that, in the memory of what it has."""
+        held = layer.__dict__.get(_HELD)
+        if held is None:
+            held = layer.__dict__[_HELD] = _with_parameters(made)
+        else:
+            pairs = list(zip(_packed_modules(held), _packed_modules(made), strict=True))
+            for old, new in pairs:
+                old.packed.check_update(new.packed)  # of all, before any changes
+            for old, new in pairs:
+                old.packed.update_(new.packed)
+        for number, module in enumerate(_packed_modules(held)):
+            for name, tensor in _own_tensors(module):
+                first = number == 0 and name == "codes"
+                # vLLM's LoRA looks for a qweight, to put adapters where it is
+                layer.register_parameter("qweight" if first else f"lowbit{number}_{name}", tensor)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns y [..., n] for x [..., k]."""
         y = layer.lowbit(x)
-        return y if bias is None else y + bias
+        return y if bias is None or self._adds_bias else y + bias[: y.shape[-1]]
+
+    def dequantize_weight(self, layer: Any) -> Tensor:
+        """Returns the weight [n, k] of this process in the type of x."""
+        return torch.cat([module.dequantize() for module in _packed_modules(layer.lowbit)])
+
+    def _with_bias(self, layer: Any, rows: Rows, columns: int) -> nn.Module:
+        """Returns rows that add the layer's bias themselves, where vLLM would add it to what they give."""
+        bias: Tensor | None = layer.bias
+        adds_up = columns != layer.input_size  # results of all processes, of which the first has the bias
+        if bias is None or layer.skip_bias_add or (adds_up and _rank_of(layer)):
+            return rows
+        self._adds_bias = all(TORCH[linear.spec.out_dtype] is bias.dtype for linear in rows.linears)
+        return rows.with_bias(bias.data) if self._adds_bias else rows
 
 
-class SavedLinear(Multiplies, LinearMethodBase):
+def _packed_modules(held: nn.Module) -> list[PackedModule]:
+    return [module for module in held.modules() if isinstance(module, PackedModule)]
+
+
+def _own_tensors(module: PackedModule) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the tensors of a module by name, but for a bias, which is vLLM's."""
+    for slot in module.spec.tensors:
+        if slot.name != BIAS:
+            yield slot.name, getattr(module, slot.name)
+
+
+def _with_parameters(made: nn.Module) -> nn.Module:
+    """Returns what was made, whose tensors are parameters now, as vLLM's loaders want them."""
+    for module in _packed_modules(made):
+        for name, tensor in _own_tensors(module):
+            module.share(name, nn.Parameter(tensor, requires_grad=False))
+    return made
+
+
+def _rank_of(layer: Any) -> int:
+    """Returns which of the processes that share a layer this is; vLLM 0.26 does not say it of embeddings."""
+    rank = getattr(layer, "tp_rank", None)
+    return get_tensor_model_parallel_rank() if rank is None else rank
+
+
+class SavedLinear(Method, LinearMethodBase):
     """A linear layer whose modules are low-bit in the checkpoint.
 
-    folder    where the checkpoint is
-    modules   their names in it
+    sources   the modules
     """
 
-    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
-        self.folder = folder
-        self.modules = modules
+    def __init__(self, sources: Sequence[Source]) -> None:
+        super().__init__()
+        self.sources = sources
+        self._came: set[str] = set()  # parameters that the loader has filled
 
     def create_weights(
         self,
@@ -64,39 +151,93 @@ class SavedLinear(Multiplies, LinearMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Notes what the layer needs. It has no tensors yet."""
+        """Creates a parameter for each tensor of the modules, on meta."""
         rows = self.rows_of(layer, output_partition_sizes)
-        self.share = Share(rows, input_size_per_partition, layer.tp_rank, layer.tp_size)
+        self.share = Share(rows, input_size_per_partition, _rank_of(layer), layer.tp_size)
         self.act: Act = ACTS[params_dtype]
-        self.device = torch.get_default_device()  # that vLLM builds the model for
+        self.filled_later = str(get_current_vllm_config().load_config.load_format) in _FILLED_LATER
+        for part, source in enumerate(self.sources):
+            for tensor, like in source.tensors.items():
+                self._wait_for(layer, parameter(part, tensor), f"{source.module}.{tensor}", like)
+        initialize_online_processing(layer)
 
     def rows_of(self, layer: Any, sizes: Sequence[int]) -> Sequence[int]:
         """Returns the rows that this process has of each module."""
         return sizes
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Read the weights, and this process's part of them."""
-        bias = layer.bias is not None
-        self.hold(layer, load_rows(self.folder, self.modules, self.share, self.act, self.device, bias=bias))
+    def _wait_for(self, layer: Any, name: str, tensor: str, like: Tensor) -> None:
+        waiting: Any = nn.Parameter(torch.empty_like(like, device="meta"), requires_grad=False)
+        waiting.weight_loader = self._loader(name, tensor)
+        layer.register_parameter(name, waiting)
+        self.waiting = (*self.waiting, name)
+
+    def _loader(self, name: str, tensor: str) -> Callable[..., None]:
+        """Returns what puts a tensor of the checkpoint into its parameter, which may be on meta. Raises CheckpointError
+        for one of another size or type."""
+
+        def load(param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
+            if (param.shape, param.dtype) != (loaded_weight.shape, loaded_weight.dtype):
+                given, wanted = (f"{t.dtype} {list(t.shape)}" for t in (loaded_weight, param))
+                raise CheckpointError(
+                    f"{tensor}: it is {given}, and was {wanted} when vLLM made the model; start vLLM again to serve a "
+                    "model of other formats"
+                )
+            param.data.copy_(loaded_weight)
+            if not param.is_meta:
+                self._came.add(name)
+
+        return load
+
+    def make(self, layer: Any) -> nn.Module:
+        """Returns this process's part of the modules."""
+        for source in self.sources:
+            source.check_bias(layer.bias is not None)
+        return self._with_bias(layer, rows_of(self.weights(layer), self.share), self.share.columns)
+
+    def weights(self, layer: Any) -> dict[str, PackedWeight]:
+        """Returns the weights of the modules, by name, of tensors that have come; random ones if vLLM passes none."""
+        came, self._came = self._came, set()
+        found: dict[str, PackedWeight] = {}
+        for part, source in enumerate(self.sources):
+            tensors = {name: getattr(layer, parameter(part, name)).data for name in source.tensors}
+            with naming(source.module):
+                if missing := [name for name in tensors if parameter(part, name) not in came]:
+                    found[source.module] = self._without(source, missing, came, tensors[missing[0]].device)
+                else:
+                    found[source.module] = source.packed(tensors, self.act)
+        return found
+
+    def _without(self, source: Source, missing: list[str], came: set[str], device: torch.device) -> PackedWeight:
+        """Returns a random weight. Raises CheckpointError unless vLLM fills a model in another way."""
+        if came or not self.filled_later:
+            raise CheckpointError(
+                f"vLLM's loader has passed no {', '.join(missing)}; the class of the model may not rename tensors as a "
+                "quantization asks for (AutoWeightsLoader does): run the model with transformers"
+            )
+        return random_weight(source.spec(self.act), str(device))
 
 
 class SavedHead(SavedLinear):
-    """An output layer that is low-bit in the checkpoint."""
+    """An output layer that is low-bit in the checkpoint. vLLM adds its bias."""
 
     def rows_of(self, layer: Any, sizes: Sequence[int]) -> Sequence[int]:
         """Returns the rows of this process. One process has as many as there are tokens, where vLLM has some more."""
         return [layer.org_vocab_size] if layer.tp_size == 1 else sizes
 
+    def make(self, layer: Any) -> nn.Module:
+        """Returns this process's part of the layer."""
+        self.sources[0].check_bias(getattr(layer, "bias", None) is not None)
+        return rows_of(self.weights(layer), self.share)
+
 
 class SavedEmbedding(SavedHead):
     """An embedding that is low-bit in the checkpoint; a tied output layer multiplies by its table."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Read the table, and this process's part of it."""
-        (module,), (rows,) = self.modules, self.share.rows
-        packed = load_weight(self.folder, module, self.act, self.device, bias=False)
+    def make(self, layer: Any) -> nn.Module:
+        """Returns this process's part of the table."""
+        ((module, packed),) = self.weights(layer).items()
         with naming(module):
-            layer.lowbit = LowbitEmbedding.from_packed(self.share.of(packed, rows))
+            return LowbitEmbedding.from_packed(self.share.of(packed, self.share.rows[0]))
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Returns the rows [..., size] of tokens [...]."""
@@ -123,30 +264,56 @@ class TiedHead(QuantizeMethodBase):
         return embed_tokens
 
 
-class _OnLoad(Multiplies):
-    """Quantizes a dense weight after it has been loaded, and drops it.
+class OnLoad(Method):
+    """Quantizes a dense weight when it has been loaded, and drops it.
 
+    name      the layer's
     configs   how to quantize each matrix that the layer is made of
     """
 
-    def __init__(self, configs: Sequence[QuantConfig]) -> None:
+    waiting = ("weight",)
+
+    def __init__(self, name: str, configs: Sequence[QuantConfig]) -> None:
         super().__init__()
+        self.name = name
         self.configs = configs
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Quantize the weight."""
-        adds_up = layer.weight.shape[1] != layer.input_size  # results of all processes, of which the first has the bias
-        bias = None if adds_up and layer.tp_rank else layer.bias
-        with naming(layer.prefix):
-            rows = quantize_rows(layer.weight, bias, layer.output_partition_sizes, self.configs)
-        del layer.weight
-        self.hold(layer, rows)
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Creates the dense weight, on meta."""
+        self.sizes, self.columns = output_partition_sizes, input_size_per_partition
+        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype)
+        create: Any = super().create_weights  # type: ignore[misc]
+        with torch.device("meta"):
+            create(layer, *sizes, **attributes)
+        initialize_online_processing(layer)
+
+    def quantized(self, layer: Any) -> Rows:
+        """Returns the quantized weight."""
+        with naming(self.name):
+            return quantize_rows(layer.weight.data, self.sizes, self.configs)
 
 
 @register_weight_loader_v2_supported_method
-class OnLoadLinear(_OnLoad, UnquantizedLinearMethod):
+class OnLoadLinear(OnLoad, UnquantizedLinearMethod):
     """A linear layer that is dense in the checkpoint."""
 
+    def make(self, layer: Any) -> nn.Module:
+        """Returns the quantized layer."""
+        return self._with_bias(layer, self.quantized(layer), self.columns)
 
-class OnLoadHead(_OnLoad, UnquantizedEmbeddingMethod):
-    """An output layer that is dense in the checkpoint."""
+
+class OnLoadHead(OnLoad, UnquantizedEmbeddingMethod):
+    """An output layer that is dense in the checkpoint. vLLM adds its bias."""
+
+    def make(self, layer: Any) -> nn.Module:
+        """Returns the quantized layer."""
+        return self.quantized(layer)

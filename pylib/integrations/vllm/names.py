@@ -3,13 +3,16 @@
 vLLM makes one layer, `qkv_proj`, of `q_proj`, `k_proj` and `v_proj`. The checkpoint may have a weight for each of them,
 or one for all if lowbit has fused them: `q_k_v_proj`. In some models vLLM also has other names than the checkpoint for
 what is around these layers.
+
+Each tensor of a low-bit module is a parameter of vLLM's layer until all have come: `q_proj.codes` is
+`qkv_proj.part0_codes`. vLLM's loaders rename what they read by `Names.renamed`. Biases are vLLM's own parameters.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint
@@ -20,26 +23,48 @@ Packed = Mapping[str, Sequence[str]]
 """The last names of vLLM's layers, each with those of the modules that it is made of."""
 
 HEAD = "lm_head"
+BIAS = "bias"
 _WEIGHT = ".weight"
+
+
+class Place(NamedTuple):
+    """Where the tensors of a module go.
+
+    layer   vLLM's name of the layer
+    part    the number of the module among those that the layer is made of
+    fused   whether the module has the rows of several of the model's, whose names vLLM knows
+    """
+
+    layer: str
+    part: int = 0
+    fused: bool = False
+
+
+def parameter(part: int, tensor: str) -> str:
+    """Returns what a layer calls a tensor of one of the modules that it is made of."""
+    return f"part{part}_{tensor.replace('.', '_')}"
 
 
 class Names:
     """The modules of a checkpoint by the names that they have in vLLM.
 
-    low_bit   names in the checkpoint of modules that are quantized
+    low_bit   names in the checkpoint of modules that are quantized, each with the names of its tensors there, by those
+              that they have in the module
     tables    the sizes of those among them that may be embeddings
     taken     those of low_bit that layers of vLLM have asked for
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         dense = [name.removesuffix(_WEIGHT) for name in checkpoint.dense if name.endswith(_WEIGHT)]
-        self.low_bit = frozenset(checkpoint.modules)
+        self.low_bit = {module: checkpoint.names_of(module) for module in checkpoint.modules}
         self.tables = _tables(checkpoint)
-        self.taken: set[str] = set()
+        self.taken: dict[str, Place] = {}
         self._modules = {name: name for name in (*checkpoint.modules, *dense)}
+        self._rename: Callable[[str], str | None] = str
 
     def rename(self, renamed: Callable[[str], str | None]) -> None:
         """Take over vLLM's names, which it gives to tensors of the checkpoint; None for those that it leaves out."""
+        self._rename = renamed
         found = {renamed(name + _WEIGHT): module for name, module in self._modules.items()}
         self._modules = {name.removesuffix(_WEIGHT): module for name, module in found.items() if name}
 
@@ -58,7 +83,8 @@ class Names:
         for names in (parts, (fused_name(parts),), (leaf,)):
             found = [module for name in names if (module := self._module(parent, name)) in self.low_bit]
             if len(found) == len(names):
-                self.taken.update(found)
+                fused = len(names) < len(parts)
+                self.taken |= {module: Place(layer, part, fused) for part, module in enumerate(found)}
                 return tuple(found)
             if found:
                 dense = ", ".join(name for name in names if self._module(parent, name) not in found)
@@ -79,13 +105,35 @@ class Names:
         if len(found) > 1:
             names = ", ".join(found)
             raise CheckpointError(f"{names} are all of the size {list(size)}, and vLLM does not name its embedding")
-        self.taken.update(found)
+        self.taken |= {module: Place(name) for name, module in self._modules.items() if module in found}
         return tuple(found)
 
-    def of_taken(self) -> re.Pattern[str]:
-        """Returns a pattern of the names of tensors that layers have asked for, in the checkpoint and in vLLM."""
-        names = {name for pair in self._modules.items() if pair[1] in self.taken for name in pair}
-        return re.compile(rf"^(?:{'|'.join(map(re.escape, sorted(names)))})\." if names else r"(?!)")
+    def renamed(self) -> dict[str, str]:
+        """Returns what tensors of modules that layers have asked for are called in these layers; by their names in the
+        checkpoint, and by what those would become in vLLM."""
+        found: dict[str, str] = {}
+        for name, module in self._modules.items():
+            if (place := self.taken.get(module)) is None:
+                continue
+            for tensor, full in self.low_bit[module].items():
+                if tensor != BIAS or place.fused:
+                    inside = BIAS if tensor == BIAS else parameter(place.part, tensor)
+                    found[f"{name}.{tensor}"] = wanted = f"{place.layer}.{inside}"
+                    found[full] = self._before_renaming(wanted, module)
+        return found
+
+    def _before_renaming(self, wanted: str, module: str) -> str:
+        """Returns a name that vLLM's own renaming turns into the wanted one, beside a module of the checkpoint.
+
+        Raises CheckpointError if there is none.
+        """
+        layer, _, inside = wanted.rpartition(".")
+        beside = ".".join([*module.split(".")[:-1], layer.rpartition(".")[2], inside])
+        for name in (beside, wanted):
+            if self._rename(name) == wanted:
+                return name
+        renamed = self._rename(beside)
+        raise CheckpointError(f"{module}: it belongs to {layer} in vLLM, which renames {beside} to {renamed}")
 
     def below(self, layer: str) -> list[str]:
         """Returns the low-bit modules inside a module of vLLM, by the checkpoint's names."""

@@ -1,0 +1,159 @@
+"""The few classes of vLLM that lowbit's methods build on, with the signatures that they have in vLLM 0.26 to 0.33, and
+what vLLM's loaders do with a layer: for tests without vLLM.
+
+`installed()` puts them in the place of vLLM while it lasts. `load` and `reload` follow
+vllm/model_executor/model_loader/reload/layerwise.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+OURS = "lowbit.pylib.integrations.vllm"
+PROCESSED = "_already_called_process_weights_after_loading"
+LOAD_FORMAT = "auto"
+
+
+class QuantizeMethodBase:
+    uses_meta_device = False
+
+
+class LinearMethodBase(QuantizeMethodBase):
+    pass
+
+
+class _Unquantized(QuantizeMethodBase):
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
+        weight = nn.Parameter(data, requires_grad=False)
+        vars(weight).update(extra_weight_attrs)
+        layer.register_parameter("weight", weight)
+
+
+class UnquantizedLinearMethod(_Unquantized, LinearMethodBase):
+    pass
+
+
+class UnquantizedEmbeddingMethod(_Unquantized):
+    pass
+
+
+class Linear(nn.Module):
+    """A layer as vLLM makes it, of one process or of several."""
+
+    def __init__(self, method: Any, columns: int, sizes: Sequence[int], bias: bool = False, **about: Any) -> None:
+        super().__init__()
+        self.input_size, self.skip_bias_add, self.tp_rank, self.tp_size = columns, False, 0, 1
+        self.quant_method = method
+        vars(self).update(about)
+        here = about.get("columns_here", columns)
+        method.create_weights(
+            self, here, list(sizes), columns, sum(sizes), params_dtype=torch.bfloat16, weight_loader=load_whole
+        )
+        self.bias = nn.Parameter(torch.empty(sum(sizes)).bfloat16(), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quant_method.apply(self, x, None if self.tp_rank else self.bias)
+
+
+def load_whole(param: Tensor, loaded_weight: Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def recorded(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a layer that has just been made, on meta."""
+    return {name: _like(p, "meta") for name, p in layer._parameters.items() if p is not None}
+
+
+def load(layer: Any, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> None:
+    """Gives a layer its tensors, and has them processed."""
+    for name, parameter in list(layer._parameters.items()):
+        if parameter is not None and parameter.is_meta:
+            layer.register_parameter(name, _like(parameter, "cpu"))
+    for name, tensor in tensors.items():
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor)
+    if bias is not None:
+        layer.bias.data.copy_(bias)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def reload(
+    layer: Any, made: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], bias: Tensor | None = None
+) -> None:
+    """Gives a layer other tensors, as vLLM 0.26 does, which has a bias made anew, too.
+
+    made   what `recorded` returned
+    """
+    kernels = {name: p for name, p in layer._parameters.items() if p is not None}
+    _replace(layer, made)
+    delattr(layer, PROCESSED)
+    load(layer, tensors, bias)
+    for name, parameter in kernels.items():
+        parameter.data.copy_(getattr(layer, name))
+    _replace(layer, kernels)
+
+
+def _replace(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    for name in [name for name, p in layer._parameters.items() if p is not None]:
+        delattr(layer, name)
+    for name, parameter in parameters.items():
+        layer.register_parameter(name, parameter)
+
+
+def _like(parameter: nn.Parameter, device: str) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _modules() -> dict[str, dict[str, Any]]:
+    layers, loader = "model_executor.layers", "model_executor.model_loader"
+    settings = SimpleNamespace(load_config=SimpleNamespace(load_format=LOAD_FORMAT))
+    return {
+        "config": {"get_current_vllm_config": lambda: settings},
+        "distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+        f"{layers}.linear": {
+            "LinearMethodBase": LinearMethodBase,
+            "UnquantizedLinearMethod": UnquantizedLinearMethod,
+            "register_weight_loader_v2_supported_method": lambda cls: cls,
+        },
+        f"{layers}.quantization.base_config": {"QuantizeMethodBase": QuantizeMethodBase},
+        f"{layers}.vocab_parallel_embedding": {"UnquantizedEmbeddingMethod": UnquantizedEmbeddingMethod},
+        f"{loader}.reload.layerwise": {"initialize_online_processing": lambda layer: None},
+    }
+
+
+@contextmanager
+def installed() -> Iterator[ModuleType]:
+    """Yields lowbit's methods, made of these classes."""
+    mine = ("vllm.", f"{OURS}.methods", f"{OURS}.config", f"{OURS}.experts")
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name == "vllm" or name.startswith(mine)}
+    try:
+        for path, names in _modules().items():
+            parts = ["vllm", *path.split(".")]
+            for count in range(1, len(parts) + 1):
+                sys.modules.setdefault(".".join(parts[:count]), ModuleType(".".join(parts[:count])))
+            vars(sys.modules[f"vllm.{path}"]).update(names)
+        yield import_module(f"{OURS}.methods")
+    finally:
+        for name in [name for name in sys.modules if name == "vllm" or name.startswith(mine)]:
+            del sys.modules[name]
+        sys.modules.update(before)

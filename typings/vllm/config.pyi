@@ -1,0 +1,3 @@
+from typing import Any
+
+def get_current_vllm_config() -> Any: ...

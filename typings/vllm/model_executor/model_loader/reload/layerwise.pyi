@@ -1,0 +1,3 @@
+from torch import nn
+
+def initialize_online_processing(layer: nn.Module) -> None: ...
