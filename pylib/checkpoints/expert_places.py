@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lowbit.dialect.errors import CheckpointError
-from lowbit.pylib.nn.experts import LISTS, MATRICES, count_of, is_experts
+from lowbit.pylib.nn.dense_experts import LISTS, MATRICES, count_of, is_experts
 
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """The layers of an expert where files have one for each, as before transformers 5: for each matrix of an expert, the

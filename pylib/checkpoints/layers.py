@@ -13,8 +13,9 @@ from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
 from lowbit.pylib.checkpoints.registry import without_zero_bias
+from lowbit.pylib.nn.dense_experts import MATRICES, count_of, dense_bias, dense_weight
 from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
-from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, count_of, dense_bias, dense_weight
+from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
 from lowbit.pylib.nn.plan import naming

@@ -114,3 +114,32 @@ def check_index(top_k_index: Tensor, experts: int, tile: int) -> None:
     for name, value in (("experts", experts), ("tile", tile)):
         if value < 1:
             raise SpecError(f"{name}={value} must be at least 1")
+
+
+def check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> None:
+    """Raises SpecError unless ids and weights [tokens, k] go with x [tokens, hidden], and with the experts of a layer.
+
+    Ids are looked at on a CPU: below -1, or beyond the number of experts, there is no expert, nor one elsewhere.
+    """
+    check_index(top_k_index, experts, 1)
+    if x.ndim != 2 or len(x) != len(top_k_index):
+        sizes = f"x is {list(x.shape)}, and top_k_index {list(top_k_index.shape)}"
+        raise SpecError(f"{sizes}; they must be [tokens, hidden] and [tokens, k], of the same tokens")
+    if top_k_weights.shape != top_k_index.shape or not top_k_weights.is_floating_point():
+        given, wanted = f"{top_k_weights.dtype} {list(top_k_weights.shape)}", list(top_k_index.shape)
+        raise SpecError(f"top_k_weights is {given}; it must be {wanted} of floats, one for each id of top_k_index")
+    if not x.device == top_k_index.device == top_k_weights.device:
+        devices = f"x is on {x.device}, top_k_index on {top_k_index.device}, top_k_weights on {top_k_weights.device}"
+        raise SpecError(f"{devices}; put them on one device")
+    if top_k_index.device.type == "cpu" and top_k_index.numel():
+        _check_ids(top_k_index, experts)
+
+
+def _check_ids(top_k_index: Tensor, experts: int) -> None:
+    """Raises SpecError for ids that are neither of an expert nor of one elsewhere."""
+    wrong = ((top_k_index < -1) | (top_k_index > experts)).nonzero()
+    if len(wrong):
+        token, place = wrong[0].tolist()
+        given = f"top_k_index[{token}, {place}]={int(top_k_index[token, place])}"
+        rule = f"must be in 0..{experts - 1}, the experts of the layer, or -1 or {experts} for one that is elsewhere"
+        raise SpecError(f"{given} {rule}")

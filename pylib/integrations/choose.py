@@ -16,8 +16,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import did_you_mean
 from lowbit.pylib.integrations.config import LowbitConfig
+from lowbit.pylib.nn.dense_experts import is_experts
 from lowbit.pylib.nn.embedding import LowbitEmbedding
-from lowbit.pylib.nn.experts import LowbitExperts, is_experts
+from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, is_known

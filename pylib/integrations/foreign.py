@@ -26,7 +26,8 @@ from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.registry import import_experts, import_rows, import_weight, without_zero_bias
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.on_load import keep_values
-from lowbit.pylib.nn.experts import LISTS, MATRICES, LowbitExperts, dense_bias, dense_weight
+from lowbit.pylib.nn.dense_experts import LISTS, MATRICES, dense_bias, dense_weight
+from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
 from lowbit.pylib.weights.packed import PackedWeight

@@ -26,8 +26,8 @@ from lowbit.pylib.checkpoints.gguf.architectures import EMBEDDINGS, Source, read
 from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
 from lowbit.pylib.integrations.config import LowbitConfig
 from lowbit.pylib.integrations.quantizer import adopt
+from lowbit.pylib.nn.dense_experts import LISTS
 from lowbit.pylib.nn.embedding import LowbitEmbedding
-from lowbit.pylib.nn.experts import LISTS
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule

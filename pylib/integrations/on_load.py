@@ -9,7 +9,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
-from lowbit.pylib.nn.experts import LISTS, LowbitExperts, dense_weight
+from lowbit.pylib.nn.dense_experts import LISTS, dense_weight
+from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import is_transposed
 from lowbit.pylib.nn.packed_module import PackedModule

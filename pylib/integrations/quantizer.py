@@ -64,6 +64,7 @@ class LowbitQuantizer(HfQuantizer):
 
     targets        the dense parameters to quantize by their names, while a dense checkpoint is loaded
     foreign        the tensors of another library's layers, while its checkpoint is loaded
+    packed         the types of the tensors of low-bit layers, by their names
     reasons        why modules stay dense, by their names, as `lowbit.quantize_` reports it
     asked          formats that were asked for, by the names of modules that they don't fit and that got another
     fused          what became of layers that share their input, if `fuse=True` was asked for
@@ -79,6 +80,7 @@ class LowbitQuantizer(HfQuantizer):
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
         self.foreign: Targets = {}
+        self.packed: dict[str, torch.dtype] = {}
         if quantization_config.layers is not None:
             self.pre_quantized = True
         if not self.pre_quantized:
@@ -124,6 +126,11 @@ class LowbitQuantizer(HfQuantizer):
         if self.pre_quantized:
             check_output_layer(model, files)
             start_no_fused(model)
+        self.packed = {
+            f"{name}.{key}": tensor.dtype
+            for name, layer in low_bit_layers(model)
+            for key, tensor in layer.named_buffers(recurse=False)
+        }
         untie(model)
 
     def _place_found(self, model: nn.Module, files: Sequence[str]) -> None:
@@ -173,6 +180,12 @@ class LowbitQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         """Tells whether a tensor of the checkpoint is to be quantized."""
         return param_name in self.targets
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Returns the type for a tensor of a low-bit checkpoint: of low-bit layers the one that they have in the model,
+        for transformers would make some f32 by their names."""
+        own = [self.packed[name] for name in converter.target_patterns if name in self.packed]
+        return super().get_new_dtype(converter, param, own[0] if own else dtype)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Returns the bytes of an element: none of dense parameters, beside which their codes are counted."""

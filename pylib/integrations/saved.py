@@ -15,8 +15,9 @@ from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
 from lowbit.pylib.checkpoints.expert_places import place_of
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.tensor_files import FLOATS
+from lowbit.pylib.nn.dense_experts import LISTS, MATRICES, count_of
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
-from lowbit.pylib.nn.experts import LISTS, MATRICES, LowbitExperts, count_of
+from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.fuse import FusedModule, place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import may_be_low_bit

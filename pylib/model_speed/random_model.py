@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.nn.experts import LowbitExperts, is_experts, specs_of_experts
+from lowbit.pylib.nn.dense_experts import is_experts, specs_of_experts
+from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear, spec_of
 from lowbit.pylib.nn.plan import naming

@@ -16,7 +16,6 @@ and slower the more experts there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self, cast
 from weakref import WeakSet
 
@@ -25,24 +24,19 @@ from torch import Tensor, nn
 from torch.compiler import assume_constant_result, is_compiling
 
 from lowbit.dialect.errors import QuantizeError, SpecError
-from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
-from lowbit.pylib.experts.routing import combine, route
+from lowbit.pylib.experts.routing import check_routing, combine, route
+from lowbit.pylib.nn.dense_experts import MATRICES, apply_gate, count_of, is_transposed, sorted_routing
 from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, gate_of, store_like
-from lowbit.pylib.nn.linear import LowbitLinear, act_of
+from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
 from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
 from lowbit.pylib.operator.expert_schema import multiply
 from lowbit.pylib.operator.tracing import is_observed
-from lowbit.pylib.quantization.config import QuantConfig
-
-MATRICES = ("gate_up_proj", "down_proj")
-"""The parameters of a dense module: [experts, rows, columns], or with columns first if it is transposed."""
-LISTS = {"gate_up_proj": "gate_up", "down_proj": "down"}
-"""Where `LowbitExperts` keeps the layers that are made of a parameter of dense experts."""
 
 
 class LowbitExperts(NoDense):
@@ -61,6 +55,8 @@ class LowbitExperts(NoDense):
         vars(self).update(plain)  # sizes and numbers that the gate reads, such as a limit
         for name, child in dense.named_children():
             self.add_module(name, child)  # the activation function
+        self.is_transposed = is_transposed(dense)
+        _check_alike(count_of(dense), gate_up, down)
         self.gate_up = nn.ModuleList(gate_up)
         for layer in gate_up:
             if layer.spec.is_gated:
@@ -86,13 +82,26 @@ class LowbitExperts(NoDense):
         each = (spec if isinstance(spec, Mapping) else dict.fromkeys(experts, spec) for spec in specs)
         return cls(dense, *([LowbitLinear.empty(of[expert], device) for expert in experts] for of in each))
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
         """Returns the sum of each token's experts, by their weights: [tokens, hidden].
 
         hidden_states   [tokens, hidden]
-        top_k_index     [tokens, k]: experts of a token; the number of experts stands for none
-        top_k_weights   [tokens, k]
+        top_k_index     int32 or int64 [tokens, k]: experts of a token, of which one may be there twice. -1 and the
+                        number of experts stand for one elsewhere, and add exactly 0. None, without weights: rows are
+                        in the order of experts, as many for each, and each becomes what its expert makes of it
+        top_k_weights   [tokens, k], of any float type
+
+        Raises SpecError for ids and weights of another shape or type, and on a CPU for other ids; on a GPU, where
+        looking at them would take time, these are elsewhere.
         """
+        if top_k_index is None and top_k_weights is None:
+            top_k_index, top_k_weights = sorted_routing(hidden_states, len(self.gate_up))
+        if top_k_index is None or top_k_weights is None:
+            raise SpecError("top_k_index without top_k_weights, or these alone: give both, or rows of x in order alone")
+        if not (is_compiling() or is_observed()):
+            check_routing(hidden_states, top_k_index, top_k_weights, len(self.gate_up))
         result = self._sum(hidden_states, top_k_index, top_k_weights)
         if self._group is not None:
             if result.requires_grad:
@@ -101,29 +110,29 @@ class LowbitExperts(NoDense):
         return result
 
     def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        found = self._together(hidden_states)
+        found = self._together(hidden_states, top_k_weights)
         if found is not None:
             return self._sum_together(found, hidden_states, top_k_index, top_k_weights)
         if is_compiling() or _is_capturing(hidden_states):
             return self._sum_of_all(hidden_states, top_k_index, top_k_weights)
-        result = torch.zeros_like(hidden_states)
+        result = torch.zeros_like(hidden_states, dtype=torch.float32)
         for expert, tokens, places in _tokens_of_experts(top_k_index, len(self.gate_up)):
-            term = self.expert(expert, hidden_states[tokens]) * top_k_weights[tokens, places, None]
-            result.index_add_(0, tokens, term.to(result.dtype))
-        return result
+            weight = top_k_weights[tokens, places, None].to(torch.float32)
+            result.index_add_(0, tokens, self.expert(expert, hidden_states[tokens]).to(torch.float32) * weight)
+        return result.to(hidden_states.dtype)
 
     def _sum_of_all(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the sum with shapes that depend on no value: every expert runs on every token."""
-        result = torch.zeros_like(hidden_states)
+        result = torch.zeros_like(hidden_states, dtype=torch.float32)
         for expert in range(len(self.gate_up)):
-            weight = torch.where(top_k_index == expert, top_k_weights, 0).sum(-1, keepdim=True)
-            term = self.expert(expert, hidden_states) * weight
-            result += torch.where(weight == 0, 0, term).to(result.dtype)  # an unwanted term may be inf
-        return result
+            chosen = top_k_index == expert
+            weight = torch.where(chosen, top_k_weights, 0).to(torch.float32).sum(-1, keepdim=True)
+            term = self.expert(expert, hidden_states).to(torch.float32) * weight
+            result += torch.where(chosen.any(-1, keepdim=True), term, 0)  # an unwanted term may be inf
+        return result.to(hidden_states.dtype)
 
     def _sum_together(self, found: Stacked, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the sum by one launch for the gate_up of all experts, and one for their down."""
-        dense: Any = self._dense_class
         experts, (gate_up, down) = len(self.gate_up), found.matrices
         tile = tile_for(found.tiles, top_k_index.shape[0] * top_k_index.shape[1], experts)
         target = None if is_compiling() or is_observed() else target_of(x.device)
@@ -133,18 +142,19 @@ class LowbitExperts(NoDense):
         else:
             routing = route_by_kernel(top_k_index, experts, tile, target)
         h = run(x, routing.rows, routing.tiles, gate_up.tensors, gate_up.kernel, tile)
-        a = h if gate_up.spec.is_gated else dense._apply_gate(self, h)
+        a = h if gate_up.spec.is_gated else self._apply_gate_to(h)
         o = run(a, routing.numbers, routing.tiles, down.tensors, down.kernel, tile)
         if target is None:
             return combine(o, routing, top_k_weights).to(x.dtype)
         return combine_by_kernel(o, routing, top_k_weights, target).to(x.dtype)
 
-    def _together(self, x: Tensor) -> Stacked | None:
+    def _together(self, x: Tensor, top_k_weights: Tensor) -> Stacked | None:
         """Returns the stacked weights for a call, if a kernel for all experts serves it.
 
         They are made outside of graphs, which would hold their memory; while torch.compile traces as well.
         """
-        if x.ndim != 2 or (x.requires_grad and torch.is_grad_enabled()) or target_of(x.device) is None:
+        trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
+        if trains or target_of(x.device) is None:
             return None
         if is_compiling():
             _stack_all()
@@ -163,9 +173,11 @@ class LowbitExperts(NoDense):
 
     def _gate(self) -> Gate | None:
         """Returns the gate of the dense class, where a kernel can apply it."""
-        dense: Any = self._dense_class
         with torch.inference_mode():
-            return gate_of(lambda h: dense._apply_gate(self, h))
+            return gate_of(self._apply_gate_to)
+
+    def _apply_gate_to(self, h: Tensor) -> Tensor:
+        return apply_gate(self, h, self._dense_class)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._stacked = None
@@ -207,11 +219,10 @@ class LowbitExperts(NoDense):
 
     def expert(self, expert: int, x: Tensor) -> Tensor:
         """Returns what one expert makes of tokens [..., hidden]."""
-        dense: Any = self._dense_class
         layer = self.gate_up[expert]
         if type(layer) is GatedLinear and not (layer._forward_hooks or layer._forward_pre_hooks):
             return self.down[expert](layer.gated(x))
-        return self.down[expert](dense._apply_gate(self, layer(x)))
+        return self.down[expert](self._apply_gate_to(layer(x)))
 
     def extra_repr(self) -> str:
         inside = ([getattr(layer, "base_layer", layer) for layer in layers] for layers in (self.gate_up, self.down))
@@ -235,6 +246,18 @@ def _stack_all() -> bool:
     return True
 
 
+def _check_alike(count: int, gate_up: Sequence[LowbitLinear], down: Sequence[LowbitLinear]) -> None:
+    """Raises SpecError unless there is a layer for each expert in either list, and all of a list have one size."""
+    if not len(gate_up) == len(down) == count:
+        raise SpecError(f"{len(gate_up)} layers of gate_up and {len(down)} of down, but the model has {count} experts")
+    for name, layers in (("gate_up", gate_up), ("down", down)):
+        wanted = layers[0].spec
+        for expert, layer in enumerate(layers):
+            if (layer.spec.n, layer.spec.k) != (wanted.n, wanted.k):
+                given = f"{name}[{expert}] is {layer.spec.n} x {layer.spec.k}"
+                raise SpecError(f"{given}, but must be {wanted.n} x {wanted.k} as that of expert 0")
+
+
 def _is_capturing(x: Tensor) -> bool:
     """Tells whether a call with x is recorded in a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -242,7 +265,8 @@ def _is_capturing(x: Tensor) -> bool:
 
 def _tokens_of_experts(top_k_index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields each expert that has tokens, with these, and with the places that it has among each token's experts."""
-    flat, order = top_k_index.flatten().sort(stable=True)
+    ids = top_k_index.flatten().clamp(-1, experts).remainder(experts + 1)  # -1 becomes `experts`, the last
+    flat, order = ids.sort(stable=True)
     counts = torch.bincount(flat, minlength=experts)[:experts].tolist()
     first = 0
     for expert, count in enumerate(counts):
@@ -250,50 +274,3 @@ def _tokens_of_experts(top_k_index: Tensor, experts: int) -> Iterator[tuple[int,
             places = order[first : first + count]
             yield expert, places // top_k_index.shape[1], places % top_k_index.shape[1]
         first += count
-
-
-# -- dense experts
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Tells whether a module keeps experts as transformers 5 does, and says how it applies their gate."""
-    return (
-        all(isinstance(getattr(module, name, None), Tensor) and getattr(module, name).ndim == 3 for name in MATRICES)
-        and hasattr(type(module), "_apply_gate")
-        and getattr(module, "has_gate", True)
-        and not getattr(module, "has_post_expert_norm", False)
-    )
-
-
-def count_of(dense: nn.Module) -> int:
-    """Returns how many experts a module has."""
-    return len(cast(Tensor, dense.gate_up_proj))
-
-
-def dense_weight(dense: nn.Module, name: str, stacked: Tensor | None = None) -> Tensor:
-    """Returns a matrix of all experts as [experts, n, k].
-
-    stacked   the values of the parameter; None: those that it has
-    """
-    stacked = cast(Tensor, getattr(dense, name)) if stacked is None else stacked
-    return stacked.transpose(1, 2) if getattr(dense, "is_transposed", False) else stacked
-
-
-def dense_bias(dense: nn.Module, name: str) -> Tensor | None:
-    """Returns the biases [experts, n] of a matrix, if it has any."""
-    return cast("Tensor | None", getattr(dense, f"{name}_bias", None))
-
-
-def specs_of_experts(dense: nn.Module, config: QuantConfig, act: Act | None) -> tuple[MatmulSpec, MatmulSpec]:
-    """Returns the specs of gate_up and down after they are quantized. Raises SpecError if there are none."""
-    gate_up, down = (_spec(dense, name, config, act) for name in MATRICES)
-    return gate_up, down
-
-
-def _spec(dense: nn.Module, name: str, config: QuantConfig, act: Act | None) -> MatmulSpec:
-    weight = dense_weight(dense, name)
-    try:
-        spec = config.spec(*weight.shape[1:], act=act or act_of(weight))
-    except SpecError as error:
-        raise SpecError(f"{name}: {error}") from error
-    return replace(spec, bias=dense_bias(dense, name) is not None)

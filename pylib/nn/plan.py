@@ -16,8 +16,8 @@ from lowbit.dialect.errors import LowbitError, SpecError
 from lowbit.dialect.fields import did_you_mean
 from lowbit.dialect.shape import MIN_K
 from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.pylib.nn.dense_experts import is_experts, specs_of_experts, why_no_experts
 from lowbit.pylib.nn.embedding import spec_of_embedding, tied_linears, why_not
-from lowbit.pylib.nn.experts import is_experts, specs_of_experts
 from lowbit.pylib.nn.linear import CODES, act_of, is_codes, spec_of
 from lowbit.pylib.nn.linear_like import as_linear, is_linear, is_transposed
 from lowbit.pylib.nn.packed_module import PackedModule, check_model
@@ -255,6 +255,8 @@ def _structural_reason(
     if isinstance(module, nn.Embedding) and (reason := why_not(module)):
         return Reason(reason)
     if not is_known(module):
+        if kind := why_no_experts(module):
+            return Reason(f"{type(module).__name__} has {kind}")
         kind = "a subclass of nn.Linear with its own ways" if isinstance(module, nn.Linear) else "no nn.Linear"
         return Reason(f"{type(module).__name__} is {kind}")
     matrix = matrix_of(module)

@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowbit.pylib.nn.experts import MATRICES, count_of, dense_bias, dense_weight, is_experts
+from lowbit.pylib.nn.dense_experts import (
+    MATRICES,
+    apply_gate,
+    count_of,
+    dense_bias,
+    dense_weight,
+    is_experts,
+    sorted_routing,
+)
 from lowbit.pylib.nn.linear_like import as_linear
 
 
@@ -50,11 +58,17 @@ class Matrix:
         """Returns the inputs [..., k] of the matrix for the arguments of a call of the module."""
         if not self.parameter:
             return args[0] if args else kwargs["input"]
-        tokens = _tokens_of(self.expert, *args, **kwargs)
+        tokens = self._tokens(*args, **kwargs)
         if self.parameter == MATRICES[0]:
             return tokens
         gate_up, dense = Matrix(self.module, self.name, MATRICES[0], self.expert), self.module
-        return dense._apply_gate(nn.functional.linear(tokens, gate_up.weight, gate_up.bias))  # type: ignore[operator]
+        return apply_gate(dense, nn.functional.linear(tokens, gate_up.weight, gate_up.bias))
+
+    def _tokens(self, hidden_states: Tensor, top_k_index: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        """Returns the tokens [tokens, hidden] that the expert gets in a call of experts."""
+        if top_k_index is None:
+            top_k_index = sorted_routing(hidden_states, count_of(self.module))[0]
+        return hidden_states[(top_k_index == self.expert).any(-1)]
 
 
 def matrices_of(name: str, module: nn.Module) -> list[Matrix]:
@@ -79,8 +93,3 @@ def replaced(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> Iterator[N
     finally:
         for matrix, value in zip(matrices, own):
             matrix.weight.copy_(value)
-
-
-def _tokens_of(expert: int, hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Returns the tokens [tokens, hidden] that an expert gets in a call of experts."""
-    return hidden_states[(top_k_index == expert).any(-1)]

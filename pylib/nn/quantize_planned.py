@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.pylib.nn.column_scales import ColumnScales
+from lowbit.pylib.nn.dense_experts import is_experts
 from lowbit.pylib.nn.embedding import LowbitEmbedding
-from lowbit.pylib.nn.experts import LowbitExperts, is_experts
+from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
 from lowbit.pylib.nn.observe import usable
