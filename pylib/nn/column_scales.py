@@ -58,8 +58,8 @@ def column_scales(
     folds, reasons = find_folds(model, layers, inputs, cast("dict[str, nn.Linear]", divisible))
     found = ColumnScales(notes=reasons)
     by_layer = {fold.layers[0]: fold for fold in folds}
-    for name, data in calibrations(model, {name: layers[name] for name in by_layer}, inputs):
-        _add(found, by_layer[name], entries, data, device)
+    for name, seen in calibrations(model, {name: layers[name] for name in by_layer}, inputs):
+        _add(found, by_layer[name], entries, seen.data, device)
     return found
 
 

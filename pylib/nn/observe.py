@@ -1,9 +1,15 @@
-"""The inputs that layers of a model see: hooks add them up in a `Calibration` for each layer."""
+"""The inputs that layers of a model see: hooks add them up in a `Calibration` for each layer.
+
+A Hessian of fewer tokens than columns says nothing of many directions, and methods that trust it make errors there that
+are larger than those of rounding to nearest (GPTQ up to 2.5 times as large). So an expert that got fewer is calibrated
+on the tokens of all experts of its layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -19,29 +25,55 @@ MOST_BYTES = 1 << 30
 """Sums for as many layers as this holds are collected in one run of the model: each takes k^2 numbers in f64."""
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What was seen of the inputs of a matrix.
+
+    data     their calibration, or another where an expert got fewer tokens than it has columns
+    tokens   how many the matrix got itself
+    instead  what the data is then: "calibrated on those of all" experts of the layer; or, where these are too few as
+             well, "rounded to nearest", with data in which all columns count alike. "" where it got enough
+    """
+
+    data: Calibration
+    tokens: int
+    instead: str = ""
+
+
 def calibrations(
     model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Any]
-) -> Iterator[tuple[str, Calibration]]:
+) -> Iterator[tuple[str, Observed]]:
     """Yields the calibration of each linear layer, and of each matrix of experts, in the order of `matrices_of`. Each
     is forgotten when the next is asked for.
 
-    The model is run on all inputs for a few layers at a time, so that their sums take little memory. The calibration
-    of an expert may have no tokens; that of a linear layer has some.
+    The model is run on all inputs for a few layers at a time, so that their sums take little memory; and once more
+    where experts got too few tokens. Raises QuantizeError for a linear layer that got none.
     """
     for matrices in _batches(chain.from_iterable(matrices_of(name, layer) for name, layer in layers.items())):
         found = _observe(model, matrices, inputs)
+        few = [matrix for matrix in matrices if matrix.parameter and _is_short(found, matrix)]
+        of_all = _observe(model, [replace(matrix, of_all=True) for matrix in few], inputs) if few else {}
         for matrix in matrices:
             data = found.pop(matrix.name, None) or Calibration(_columns(matrix))
             if not matrix.parameter and not data.tokens:
                 raise QuantizeError(
                     f"{matrix.name}: no calibration input got here; use another, or leave the layer dense"
                 )
-            yield matrix.name, data
+            is_few = matrix in few
+            yield matrix.name, _instead(data, of_all.pop(matrix.name, None)) if is_few else Observed(data, data.tokens)
 
 
-def usable(data: Calibration) -> Calibration:
-    """Returns a calibration; without tokens one in which all columns count alike, and none with another."""
-    return data if data.tokens else Calibration.from_hessian(torch.eye(data.k, dtype=torch.float64, device="cpu"))
+def _is_short(found: Mapping[str, Calibration], matrix: Matrix) -> bool:
+    return matrix.name not in found or found[matrix.name].is_short
+
+
+def _instead(own: Calibration, of_all: Calibration | None) -> Observed:
+    """Returns the calibration of an expert with too few tokens of its own. It weighs as much as these."""
+    if of_all is None or of_all.is_short:
+        alike = Calibration.from_hessian(torch.eye(own.k, dtype=torch.float64, device="cpu"))
+        return Observed(alike, own.tokens, "rounded to nearest")
+    hessian = of_all.hessian * (max(own.tokens, 1) / of_all.tokens)
+    return Observed(Calibration.from_hessian(hessian), own.tokens, "calibrated on those of all")
 
 
 def _batches(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,12 +32,14 @@ class Matrix:
     name        of the layer, or of an expert's matrix: "mlp.experts.down_proj[3]"
     parameter   of experts, one of `experts.MATRICES`; "" for a linear layer
     expert      which of the experts
+    of_all      whether inputs are those that it would have if the tokens of all experts went to it
     """
 
     module: nn.Module
     name: str
     parameter: str = ""
     expert: int = 0
+    of_all: bool = False
 
     @property
     def weight(self) -> Tensor:
@@ -61,14 +63,16 @@ class Matrix:
         tokens = self._tokens(*args, **kwargs)
         if self.parameter == MATRICES[0]:
             return tokens
-        gate_up, dense = Matrix(self.module, self.name, MATRICES[0], self.expert), self.module
+        gate_up, dense = replace(self, parameter=MATRICES[0]), self.module
         return apply_gate(dense, nn.functional.linear(tokens, gate_up.weight, gate_up.bias))
 
     def _tokens(self, hidden_states: Tensor, top_k_index: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        """Returns the tokens [tokens, hidden] that the expert gets in a call of experts."""
+        """Returns the tokens [tokens, hidden] that the expert gets in a call of experts, or all experts together."""
+        experts = count_of(self.module)
         if top_k_index is None:
-            top_k_index = sorted_routing(hidden_states, count_of(self.module))[0]
-        return hidden_states[(top_k_index == self.expert).any(-1)]
+            top_k_index = sorted_routing(hidden_states, experts)[0]
+        here = (top_k_index >= 0) & (top_k_index < experts) if self.of_all else top_k_index == self.expert
+        return hidden_states[here.any(-1)]
 
 
 def matrices_of(name: str, module: nn.Module) -> list[Matrix]:

@@ -18,7 +18,7 @@ from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.nn.column_scales import column_scales
 from lowbit.pylib.nn.fuse import fuse_
-from lowbit.pylib.nn.observe import as_inputs, calibrations
+from lowbit.pylib.nn.observe import Observed, as_inputs, calibrations
 from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, plan
 from lowbit.pylib.nn.progress import LayerBar
 from lowbit.pylib.nn.quant_plan import QuantPlan
@@ -27,7 +27,6 @@ from lowbit.pylib.nn.quantize_planned import dense_row, quantized_module
 from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.nn.texts import tokenized
-from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import TORCH
@@ -73,7 +72,8 @@ def quantize_(
     tokenizer                of transformers, for texts; None: that of the folder or name the model was loaded from
 
     The experts of transformers' mixtures of experts become `LowbitExperts`. Each is calibrated on the tokens that it
-    gets; one that gets none is rounded without, and the report says how many there are. GPT-2's `Conv1D` are
+    gets; one that gets fewer than its matrix has columns on those of all, or is rounded to nearest where these are too
+    few as well, and the report says how many there are. GPT-2's `Conv1D` are
     linear layers, too. All else that is no plain nn.Linear stays dense, and so do embeddings and what is tied to them
     unless they are asked for; the report says why. A layer is replaced as soon as it is quantized, so memory holds
     little more than the model at any time; layers that need calibration are replaced together, before the others, for
@@ -139,19 +139,19 @@ class _Work:
             replace_planned(self._model, entry, self._quantized(entry))
             del entry
 
-    def _quantized(self, entry: Planned, data: Iterable[Calibration] = ()) -> nn.Module:
+    def _quantized(self, entry: Planned, data: Iterable[Observed] = ()) -> nn.Module:
         self._bar.begin(entry.names[0])
         layer, self._rows[entry.names] = quantized_module(entry, data, self._device, self._columns)
         self._bar.end()
         return layer
 
-    def _with_data(self) -> Iterator[tuple[Planned, Iterable[Calibration]]]:
+    def _with_data(self) -> Iterator[tuple[Planned, Iterable[Observed]]]:
         """Yields modules, each with its calibration, or with those of its experts, to be used before the next is asked
         for; those of AWQ have had theirs, and come last."""
         entries = [entry for entry in self._calibrated if not _is_awq(entry)]
         found = calibrations(self._model, {entry.names[0]: entry.module for entry in entries}, self._inputs)
         for entry in entries:
-            yield entry, (data for _, data in islice(found, len(matrices_of(entry.names[0], entry.module))))
+            yield entry, (seen for _, seen in islice(found, len(matrices_of(entry.names[0], entry.module))))
         yield from ((entry, ()) for entry in self._calibrated if _is_awq(entry))
 
 

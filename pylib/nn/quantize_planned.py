@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -17,20 +18,19 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
-from lowbit.pylib.nn.observe import usable
+from lowbit.pylib.nn.observe import Observed
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import Planned, matrix_of, naming
 from lowbit.pylib.nn.quantizable import matrices_of
 from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
 from lowbit.pylib.nn.report import LayerReport
-from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.torch_types import type_name
 
 
 def quantized_module(
     entry: Planned,
-    data: Iterable[Calibration],
+    data: Iterable[Observed],
     device: torch.device | str | None,
     columns: ColumnScales | None = None,
 ) -> tuple[nn.Module, list[LayerReport]]:
@@ -48,9 +48,9 @@ def quantized_module(
     rounding = replace(config, method="rtn") if scaled_before else config
     columns = columns or ColumnScales()
     scales, rows = (each.get(entry.names[0]) for each in (columns.of, columns.rows))
-    inputs = next(iter(data), None)  # whose errors have names of their own
+    seen = next(iter(data), None)  # whose errors have names of their own
     with naming(entry.names[0]):
-        parts = linear.weight, linear.bias, entry.specs[0], rounding, inputs, device, scales, rows
+        parts = linear.weight, linear.bias, entry.specs[0], rounding, seen and seen.data, device, scales, rows
         layer, change = quantized_layer(*parts)
     note = columns.notes.get(entry.names[0], "")
     row = low_bit_row(_name(entry), config, [layer], change, _bytes(linear))
@@ -70,36 +70,35 @@ def _quantized_embedding(
 
 
 def _quantized_experts(
-    entry: Planned, config: QuantConfig, data: Iterator[Calibration], device: torch.device | str | None
+    entry: Planned, config: QuantConfig, data: Iterator[Observed], device: torch.device | str | None
 ) -> tuple[nn.Module, list[LayerReport]]:
     """Returns low-bit experts, and a row of the report for each of their two matrices."""
     layers, rows = list[list[LowbitLinear]](), list[LayerReport]()
     by_parameter = groupby(matrices_of(entry.names[0], entry.module), attrgetter("parameter"))
     for spec, (parameter, matrices) in zip(entry.specs, by_parameter, strict=True):
-        of_experts, tokens = list[LowbitLinear](), list[int]()
+        of_experts, observed = list[LowbitLinear](), list[Observed]()
         total, before = Change(), 0
         for matrix in matrices:
-            weight, bias, calibration = matrix.weight, matrix.bias, next(data, None)
-            if calibration is not None:
-                tokens.append(calibration.tokens)
-                calibration = usable(calibration)
+            weight, bias, seen = matrix.weight, matrix.bias, next(data, None)
+            observed += [seen] if seen else []
             with naming(matrix.name):
-                layer, change = quantized_layer(weight, bias, spec, config, calibration, device)
+                layer, change = quantized_layer(weight, bias, spec, config, seen and seen.data, device)
             of_experts.append(layer)
             total += change
             before += weight.nbytes + (0 if bias is None else bias.nbytes)
         row = low_bit_row(f"{_name(entry)}.{parameter}", config, of_experts, total, before)
-        rows.append(replace(row, note=_tokens_seen(tokens), asked=entry.asked))
+        rows.append(replace(row, note=_tokens_seen(observed), asked=entry.asked))
         layers.append(of_experts)
     return LowbitExperts(entry.module, *layers), rows
 
 
-def _tokens_seen(tokens: Sequence[int]) -> str:
+def _tokens_seen(observed: Sequence[Observed]) -> str:
     """Returns a note on how many tokens of the calibration experts got; "" for methods without calibration."""
-    if not tokens:
+    if not observed:
         return ""
-    unseen = f", {tokens.count(0)} of {len(tokens)} without calibration" if 0 in tokens else ""
-    return f"experts got {min(tokens)} to {max(tokens)} tokens{unseen}"
+    tokens, counts = [seen.tokens for seen in observed], Counter(seen.instead for seen in observed if seen.instead)
+    few = "".join(f"; {count} of {len(observed)} {instead}" for instead, count in counts.items())
+    return f"experts got {min(tokens)} to {max(tokens)} tokens{few}"
 
 
 def low_bit_row(

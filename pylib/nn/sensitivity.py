@@ -20,7 +20,7 @@ from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.bit_allocation import Choice, Sensitivity
 from lowbit.pylib.nn.linear import AWQ_NEEDS_FOLDING, act_of
-from lowbit.pylib.nn.observe import as_inputs, calibrations, evaluating, run, usable
+from lowbit.pylib.nn.observe import as_inputs, calibrations, evaluating, run
 from lowbit.pylib.nn.plan import Filter, Planned, Wishes, naming, specs_of_module
 from lowbit.pylib.nn.plan import plan as decide
 from lowbit.pylib.nn.quant_plan import QuantPlan
@@ -99,7 +99,7 @@ def sensitivity(
     seen = calibrations(model, layers, inputs)
     for name, layer in layers.items():
         matrices = matrices_of(name, layer)
-        data = [usable(each) for _, each in islice(seen, len(matrices))]
+        data = [each.data for _, each in islice(seen, len(matrices))]
         with naming(name):
             found = _rounded(layer, matrices, data, candidates, act)
             probe = found[0]
