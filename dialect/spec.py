@@ -58,7 +58,7 @@ class MatmulSpec:
                 stay in the tensor core for all columns: weights of any format then. One with groups has row_scales,
                 which `pack` chooses. Those of several experts are rounded for any number of tokens
     compute_from  rows of x from which on they are quantized for `compute`; a call with fewer rows multiplies in act,
-                which is faster for the few tokens of decoding
+                which is faster for the few tokens of decoding. Of several experts: rows that an expert has on average
     out         type of y and of the bias; None: as act
     bias        whether bias[n] is added
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
@@ -233,10 +233,21 @@ class MatmulSpec:
         return replace(self, fold_scales=False) if self.folds and not self.rounds_weights(m) else self
 
     def for_rows(self, m: int) -> MatmulSpec:
-        """This matmul as a call with m rows in the act type computes it: without `compute` below `compute_from`."""
+        """This matmul as a call with m rows in the act type computes it, of experts with m slots: without `compute`
+        below `first_in_eight_bits`."""
         if self.compute_from == 1:
             return self
-        return self.in_eight_bits if m >= self.compute_from else self.in_act
+        return self.in_eight_bits if m >= self.first_in_eight_bits else self.in_act
+
+    @property
+    def first_in_eight_bits(self) -> int:
+        """The number of rows, or of the slots of all experts, from which on `compute` holds."""
+        return self.compute_from * self.experts
+
+    @property
+    def kinds(self) -> tuple[MatmulSpec, ...]:
+        """The specs of `for_rows` for few rows and for many: one, or two with `compute_from`."""
+        return (self,) if self.compute_from == 1 else (self.in_act, self.in_eight_bits)
 
     @cached_property
     def in_eight_bits(self) -> MatmulSpec:

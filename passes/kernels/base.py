@@ -35,6 +35,8 @@ Operation = Literal[
 ]
 OF_EXPERTS: tuple[Operation, ...] = ("expert_matmul", "quantized_expert_matmul")
 """The operations on weights of several experts."""
+IN_EIGHT_BITS: tuple[Operation, ...] = ("quantized_matmul", "quantized_expert_matmul")
+"""The operations that multiply activations of 8 bits."""
 
 
 @dataclass(frozen=True)

@@ -126,18 +126,29 @@ class KernelChoices:
 
     def after(self, few: KernelChoices, first: int) -> KernelChoices:
         """Returns these choices for the rows from `first` on, and others for those before."""
-        return replace(self._of_rows(first, None), few=few._of_rows(1, first - 1))
+        later = self._of_rows(first, None)
+        assert later is not None, "the last range of rows is open"
+        return later._behind(few._of_rows(1, first - 1))
 
-    def _of_rows(self, first: int, last: int | None) -> KernelChoices:
-        """Returns these choices for the rows first to last (None: without end) alone."""
-        rows = cut_rows(self.rows, first, last)
+    def _behind(self, few: KernelChoices | None) -> KernelChoices:
+        """Returns these choices with others before the first of them."""
+        return replace(self, few=self.few._behind(few) if self.few else few)
+
+    def _of_rows(self, first: int, last: int | None) -> KernelChoices | None:
+        """Returns these choices for the rows first to last (None: without end) alone; None where there are none."""
+        few, rows = self.few and self.few._of_rows(first, last), cut_rows(self.rows, first, last)
+        if not rows:
+            return few
         used = {None, *(token_tile for each in rows for token_tile in each.token_tiles)}
         kernels = {token_tile: kernel for token_tile, kernel in self.kernels.items() if token_tile in used}
-        return replace(self, rows=rows, kernels=kernels)
+        return replace(self, rows=rows, kernels=kernels, few=few)
 
     def __repr__(self) -> str:
-        parts = [part for part in (self.few, self) if part]
-        return "\n\n".join([f"{self.spec}, on {self.target}", *(part._tables() for part in parts)])
+        return "\n\n".join([f"{self.spec}, on {self.target}", *self._all_tables()])
+
+    def _all_tables(self) -> list[str]:
+        """The tables of all ranges of rows, the first at first."""
+        return [*(self.few._all_tables() if self.few else []), self._tables()]
 
     def _tables(self) -> str:
         """Rows with their launches, and kernels with their schedules."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedule
+from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelFamily, KernelRequest, KernelSchedule, Operation
 from lowbit.passes.kernels.experts.choice import most_alone, schedule_for, schedule_for_few, tiles_by_slots, tiles_of
 from lowbit.passes.kernels.registry import family_of, request, schedule_names
 from lowbit.passes.kernels.requirements import check_compute
@@ -40,7 +40,7 @@ def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | 
     few_schedule, schedule = schedules_by_rows(spec, schedule)
     few = Artifacts(spec.in_act, target, few_schedule).choices()
     many = Artifacts(spec.in_eight_bits, target, schedule).choices()
-    return replace(many.after(few, spec.compute_from), spec=spec)
+    return replace(many.after(few, spec.first_in_eight_bits), spec=spec)
 
 
 def schedules_by_rows(
@@ -53,15 +53,20 @@ def schedules_by_rows(
     if schedule is None:
         return None, None
     given, operation = f"schedule={schedule!r} multiplies", family_of(schedule).operation
-    if operation == "quantized_matmul":
+    if operation in IN_EIGHT_BITS:
         if spec.compute is None:
-            take = f"take one of {schedule_names('matmul')}, or a spec with compute="
+            take = f"take one of {schedule_names(_operations(spec)[0])}, or a spec with compute="
             raise SpecError(f"{given} activations of 8 bits, which ({spec}) does not; {take}")
         return None, schedule
     if spec.for_rows(1).compute is not None:
-        take = f"take one of {schedule_names('quantized_matmul')}, or a spec with compute_from="
+        take = f"take one of {schedule_names(_operations(spec)[1])}, or a spec with compute_from="
         raise SpecError(f"{given} in {spec.act}, and ({spec}) all rows in {spec.compute}; {take}")
     return schedule, None
+
+
+def _operations(spec: MatmulSpec) -> tuple[Operation, Operation]:
+    """Returns the operations that multiply in the act type and in 8 bits."""
+    return ("matmul", "quantized_matmul") if spec.experts == 1 else ("expert_matmul", "quantized_expert_matmul")
 
 
 def check_given(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:
@@ -80,8 +85,8 @@ def check_given(spec: MatmulSpec, target: Target, schedule: KernelSchedule | Non
 
 def _calls(spec: MatmulSpec) -> tuple[tuple[int, int | None, MatmulSpec], ...]:
     """The first and last row (None: without end) of calls in the act type and of those in 8 bits, with their specs."""
-    last = None if spec.compute is None else spec.compute_from - 1
-    return (1, last, spec.in_act), (spec.compute_from, None, spec.in_eight_bits)
+    first = spec.first_in_eight_bits
+    return (1, None if spec.compute is None else first - 1, spec.in_act), (first, None, spec.in_eight_bits)
 
 
 class Artifacts:

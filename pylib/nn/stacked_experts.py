@@ -55,20 +55,20 @@ class Stacked:
 
     matrices   the stacked weights of gate_up and down; none where a kernel for all experts does not serve them
     tiles      sizes of token tiles that both have kernels for
-    codes      the codes of all layers, as they were then
+    contents   those of all layers, as they were then (`contents_of`)
     """
 
     matrices: tuple[StackedWeights, ...]
     tiles: tuple[int, ...]
-    codes: list[Tensor | None]
+    contents: list[Tensor | MatmulSpec | None]
 
     def holds(self, lists: Sequence[nn.ModuleList]) -> bool:
-        """Tells whether the layers still have these codes, and nobody has written to them.
+        """Tells whether the layers still have these codes and specs, and nobody has written to them.
 
         Raises PackError where somebody has, as a call of the layer would.
         """
-        now = codes_of(lists)
-        if len(now) != len(self.codes) or not all(map(is_, now, self.codes)):
+        now = contents_of(lists)
+        if len(now) != len(self.contents) or not all(map(is_, now, self.contents)):
             return False
         return all(matrix.tensors[0]._version == matrix.version for matrix in self.matrices)
 
@@ -80,13 +80,15 @@ class Stacked:
         return x.dtype is TORCH[spec.act] and x.shape[1] == spec.k and x.device == self.matrices[0].tensors[0].device
 
 
-def codes_of(lists: Sequence[nn.ModuleList]) -> list[Tensor | None]:
-    """Returns the codes of layers; None for those that are no low-bit layers, such as adapters, and for those with
-    hooks, which wait for calls."""
+def contents_of(lists: Sequence[nn.ModuleList]) -> list[Tensor | MatmulSpec | None]:
+    """Returns the codes and the spec of each layer; None for those that are no low-bit layers, such as adapters, and
+    for those with hooks, which wait for calls."""
     every = [layer for layers in lists for layer in layers._modules.values() if layer is not None]
-    return [
-        None if layer._forward_hooks or layer._forward_pre_hooks else layer._buffers.get("codes") for layer in every
-    ]
+    found: list[Tensor | MatmulSpec | None] = []
+    for layer in every:
+        codes = None if layer._forward_hooks or layer._forward_pre_hooks else layer._buffers.get("codes")
+        found += (codes, None if codes is None else cast(LowbitLinear, layer).spec)
+    return found
 
 
 def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked:
@@ -99,12 +101,13 @@ def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked
         for layer in layers:
             if isinstance(layer, LowbitLinear):
                 layer.check_unwritten()
-    served = None not in codes_of(lists) and all(_served(list(layers)) for layers in lists)
+    contents = contents_of(lists)
+    served = not any(each is None for each in contents) and all(_served(list(layers)) for layers in lists)
     if served and gate:
         _gate(list(lists[0]), gate)
     matrices = tuple(map(_stack, lists)) if served else ()
     common = [tile for tile in matrices[0].tiles if tile in matrices[1].tiles] if matrices else []
-    return Stacked(matrices if common else (), tuple(common), codes_of(lists))
+    return Stacked(matrices if common else (), tuple(common), contents_of(lists))
 
 
 @assume_constant_result  # torch.compile would trace into what looks at the GPU, and warn
@@ -120,7 +123,8 @@ def _served(layers: list[nn.Module]) -> bool:
     plain = cast(list[LowbitLinear], layers)
     first, target = plain[0], target_of(plain[0].codes.device)
     alike = all(layer.spec is first.spec and layer.codes.device == first.codes.device for layer in plain)
-    if target is None or not alike or len(plain) == 1 or any(map(_has_wide_range, plain)):
+    rounds = first.spec.for_rows(1).compute is None  # weights to the act type; products of bytes are scaled in f32
+    if target is None or not alike or len(plain) == 1 or (rounds and any(map(_has_wide_range, plain))):
         return False
     try:
         spec = spec_of_experts(first.spec, len(plain))

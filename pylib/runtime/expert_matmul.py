@@ -1,7 +1,8 @@
 """Multiplies the slots of tokens by the weights of their experts, in one launch for all: `ExpertMatmul`.
 
 A spec with `experts` has the weights of all of them, one after the other. Which slots an expert has stands in device
-memory (`pylib.experts.routing`), and a launch reads it there.
+memory (`pylib.experts.routing`), and a launch reads it there. With `compute`, a launch before it quantizes the rows of
+x, each once for all of its slots.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
 from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
 from lowbit.pylib.runtime.interface import argument_order, check_x_on_cpu, memory_of, unwritten
+from lowbit.pylib.runtime.quantizers import quantizer
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.tensor_checks import address_of
 
@@ -47,22 +49,23 @@ def expert_matmul(spec: MatmulSpec, target: Target) -> ExpertMatmul:
     if not target.is_gpu:
         given = f"experts={spec.experts} are multiplied together on GPUs, not on {target}"
         raise SpecError(f"{given}; take a target such as 'sm_90a' or 'emulator:sm_90a', or a matmul per expert")
-    return (CudaExpertMatmul if target.kind == "cuda" else EmulatorExpertMatmul)(spec, target)
+    return ExpertMatmul(spec, target)
 
 
 class ExpertMatmul:
-    """One launch for all experts. Kernels are compiled when their token tile is first needed. Safe to call from any
-    thread.
+    """One launch for all experts, and one that quantizes x where slots are multiplied in 8 bits. Kernels are compiled
+    when their token tile is first needed. Safe to call from any thread.
 
     tiles   sizes of token tiles that there are kernels for, the least first
     """
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
-        self._spec, self._target = spec, target
-        self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
+        self._spec, self._act = spec, TORCH[spec.act]
         self.tiles = tiles_of(spec, target)
-        self._artifacts: dict[KernelSchedule, Artifact] = {}
-        self._lock = threading.RLock()
+        launches = CudaLaunches if target.kind == "cuda" else EmulatorLaunches
+        every = [launches(kind, target) for kind in spec.kinds]
+        self._few, self._many = every[0], every[-1]
+        self._quantize = quantizer(spec.k, spec.act, spec.compute, target) if spec.compute else None
 
     def __call__(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
         """Returns y [slots, n / experts]. Rows of slots in no token tile are not written.
@@ -74,16 +77,23 @@ class ExpertMatmul:
         tile    the most slots of a token tile, one of `self.tiles`
         """
         self._check(x, tile)
-        if x.data_ptr() % 16 or not x.is_contiguous():
-            x = x.clone(memory_format=torch.contiguous_format)
-        return self._run(x, rows, tiles, weight, tile)
-
-    def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
-        raise NotImplementedError
+        launches = self._of(len(rows))
+        return launches.run(self._operands(x, launches.spec), rows, tiles, weight, tile)
 
     def kernel(self, tile: int, slots: int) -> Artifact:
         """The kernel for so many slots in token tiles of so many, one of `self.tiles`."""
-        return self._artifact(self._schedule(tile, slots), tile)
+        return self._of(slots).kernel(tile, slots)
+
+    def _of(self, slots: int) -> Launches:
+        return self._few if slots < self._spec.first_in_eight_bits else self._many
+
+    def _operands(self, x: Tensor, spec: MatmulSpec) -> tuple[Tensor, ...]:
+        """Returns x as kernels of this spec take it: in pieces of 16 bytes, or its values, scales and sums."""
+        if spec.compute and self._quantize:
+            return self._quantize(x)
+        if x.data_ptr() % 16 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+        return (x,)
 
     def _check(self, x: Tensor, tile: int) -> None:
         """Raises SpecError for an x that does not fit, and for a token tile without a kernel."""
@@ -93,23 +103,45 @@ class ExpertMatmul:
         if tile not in self.tiles:
             raise SpecError(f"tile={tile} must be one of {', '.join(map(str, self.tiles))}, which have kernels")
 
+
+class Launches:
+    """The launches of the kernels of one spec, whose `compute_from` is 1, on slots of which each has a row of x."""
+
+    def __init__(self, spec: MatmulSpec, target: Target) -> None:
+        self.spec, self._target, self._out = spec, target, TORCH[spec.out_dtype]
+        self._artifacts: dict[KernelSchedule, Artifact] = {}
+        self._lock = threading.RLock()
+
+    def run(
+        self, x: Sequence[Tensor], rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int
+    ) -> Tensor:
+        """Returns y [slots, n / experts].
+
+        x   x alone, or its values, scales and sums
+        """
+        raise NotImplementedError
+
+    def kernel(self, tile: int, slots: int) -> Artifact:
+        """The kernel for so many slots in token tiles of so many."""
+        return self._artifact(self._schedule(tile, slots), tile)
+
     def _schedule(self, tile: int, slots: int) -> KernelSchedule:
-        """The schedule for so many slots in tiles of so many, one of `self.tiles`."""
-        found = schedule_for_few(self._spec, tile, slots, self._target)
+        """The schedule for so many slots in tiles of so many, one of those that have kernels."""
+        found = schedule_for_few(self.spec, tile, slots, self._target)
         if found is None:
-            raise SpecError(f"no kernel has tiles of {tile} slots for ({self._spec}) on {self._target}")
+            raise SpecError(f"no kernel has tiles of {tile} slots for ({self.spec}) on {self._target}")
         return found
 
     def _artifact(self, schedule: KernelSchedule, tile: int) -> Artifact:
         with self._lock:
             if schedule not in self._artifacts:
-                made = request(self._spec, self._target, schedule)
-                sizes = f"{self._spec.experts}x{self._spec.outputs}x{self._spec.k}_{tile}"
-                self._artifacts[schedule] = load(made, f"experts_{self._spec.weight}_{sizes}_{self._target.arch}")
+                made = request(self.spec, self._target, schedule)
+                sizes = f"{self.spec.experts}x{self.spec.outputs}x{self.spec.k}_{tile}"
+                self._artifacts[schedule] = load(made, f"experts_{self.spec.weight}_{sizes}_{self._target.arch}")
             return self._artifacts[schedule]
 
 
-class CudaExpertMatmul(ExpertMatmul):
+class CudaLaunches(Launches):
     """On NVIDIA GPUs, on the current stream."""
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
@@ -117,15 +149,17 @@ class CudaExpertMatmul(ExpertMatmul):
         self._functions: dict[tuple[int, KernelSchedule], Function] = {}
         self._by_slots: dict[tuple[int, int, int], Function] = {}  # (device, token tile, slots), the same functions
 
-    def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
-        device, m, n = x.get_device(), len(rows), self._spec.outputs
+    def run(
+        self, x: Sequence[Tensor], rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int
+    ) -> Tensor:
+        device, m, n = x[0].get_device(), len(rows), self.spec.outputs
         function = self._by_slots.get((device, tile, m)) or self._load(device, tile, m)
         with on_device(device):
             y = allocate((m, n), (n, 1), self._out)
             if m:
                 settled = is_settled(weight[0])  # the weight is read ahead of the launch's turn in the stream
                 addresses = (each.data_ptr() for each in (*weight, rows, tiles))
-                function(current_stream(device), settled, address_of(x), y.data_ptr(), m, *addresses)
+                function(current_stream(device), settled, *map(address_of, x), y.data_ptr(), m, *addresses)
         return y
 
     def _load(self, device: int, tile: int, slots: int) -> Function:
@@ -134,26 +168,29 @@ class CudaExpertMatmul(ExpertMatmul):
         artifact = self._artifact(schedule, tile)
         with self._lock:
             found = self._functions.get((device, schedule))
-            found = found or load_function(artifact, self._target, device, argument_order(self._spec))
+            found = found or load_function(artifact, self._target, device, argument_order(self.spec))
             self._functions[device, schedule] = self._by_slots[device, tile, slots] = found
         return found
 
 
-class EmulatorExpertMatmul(ExpertMatmul):
+class EmulatorLaunches(Launches):
     """In the emulator, on CPU tensors."""
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         super().__init__(spec, target)
         self._emulators: dict[KernelSchedule, Emulator] = {}
 
-    def _run(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
-        check_x_on_cpu(self._target.name, x, rows, tiles, *weight)
-        y = unwritten((len(rows), self._spec.outputs), self._out)
+    def run(
+        self, x: Sequence[Tensor], rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int
+    ) -> Tensor:
+        check_x_on_cpu(self._target.name, *x, rows, tiles, *weight)
+        y = unwritten((len(rows), self.spec.outputs), self._out)
         if len(rows):
             schedule = self._schedule(tile, len(rows))
             artifact = self._artifact(schedule, tile)
             launch = artifact.launch
-            named = dict(zip(self._spec.call_operands, (*weight, rows, tiles))) | {"x": x, "y": y}
+            of_x, names = dict(zip(("x", "x_scales", "x_sums"), x)), self.spec.call_operands
+            named = of_x | {"y": y} | dict(zip(names, (*weight, rows, tiles)))
             values: dict[str, object] = {name: memory_of(tensor) for name, tensor in named.items()}
             values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": len(rows)}
             self._emulator(schedule, artifact).run(launch, values)

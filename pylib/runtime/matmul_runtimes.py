@@ -64,7 +64,7 @@ class RuntimeByRows:
     """Two runtimes of one weight: calls with fewer rows of x than `compute_from` take the first."""
 
     def __init__(self, spec: MatmulSpec, few: Runtime, many: Runtime) -> None:
-        self._spec, self._k, self._first = spec, spec.k, spec.compute_from
+        self._spec, self._k, self._first = spec, spec.k, spec.first_in_eight_bits
         self._few, self._many = few, many
         self.schedule = few.schedule
         self.dequantize = few.dequantize

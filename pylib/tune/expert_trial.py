@@ -53,7 +53,7 @@ def run_expert_trial(
         check_device(parsed, -1)
     on_step("packing random data")
     device = "cuda" if parsed.kind == "cuda" else "cpu"
-    data = sample(spec, m, device, **family_of(chosen).rounding(spec, chosen))
+    data = sample(spec.for_rows(m * top_k), m, device, **family_of(chosen).rounding(spec, chosen))
     ids = random_ids(m, top_k, spec.experts).to(device)
     routing = route(ids, spec.experts, tile)
 

@@ -9,6 +9,8 @@ import pytest
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.presets import PRESETS
+from lowbit.passes.kernels.eight_bit_experts_mma.schedule import EightBitExpertsMmaSchedule
+from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.permute.schedule import PermuteSchedule
 from lowbit.passes.kernels.registry import FAMILIES, schedule_from_dict
 from lowbit.passes.scheduling.tables import spelled_out
@@ -18,6 +20,7 @@ from lowbit.pylib.build.kernels import kernel_choices
 SPEC = lowbit.MatmulSpec(4096, 4096, "u4", 128)
 FOLDED = replace(SPEC, compute="f8e4m3", fold_scales=True)
 MIXED = replace(SPEC, compute="f8e4m3", compute_from=65)
+EXPERTS = replace(SPEC, experts=8)
 HOPPER, AMPERE = parse_target("sm_90a"), parse_target("sm_80")
 
 
@@ -31,6 +34,8 @@ HOPPER, AMPERE = parse_target("sm_90a"), parse_target("sm_80")
         (MIXED, lowbit.EightBitSchedule(8), r"serves no 65 to any number of rows of \(.*from 65 rows on .*tokens=128"),
         (MIXED, lowbit.Schedule(128, 1, 4, 1, wgmma=True), r"serves no 1 to 64 rows of \(.*, from 65 rows on"),
         (SPEC, lowbit.PrefillMmaSchedule(), "prefill_mma is for targets without wgmma, sm_90a has it"),
+        (EXPERTS, EightBitExpertsMmaSchedule(), r"which \(u4.* does not; take one of ExpertsSchedule, Exp"),
+        (replace(EXPERTS, compute="i8"), ExpertsMmaSchedule(), "in i8; take one of EightBitExpertsSchedule, "),
         (SPEC, PermuteSchedule(), r"serves no rows of .* on sm_90a; take Schedule with tokens=1, 8.* or PrefillSched"),
     ],
     ids=str,

@@ -23,11 +23,13 @@ from lowbit.pylib.experts.routing import route
 from lowbit.pylib.nn import experts as experts_module
 from lowbit.pylib.nn import stacked_experts
 from lowbit.pylib.nn.gated_linear import GatedLinear, alternating
+from lowbit.pylib.reference import multiplied
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
+from lowbit.pylib.runtime.quantizers import EmulatorQuantizer
 
 transformers = pytest.importorskip("transformers")
 
-HIDDEN, WIDTH, EXPERTS = 64, 48, 5
+HIDDEN, WIDTH, EXPERTS = 64, 96, 5
 U4 = QuantConfig("u4", 16, clip="max")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """Where the kernel runs: in the emulator, or on a GPU."""
@@ -63,11 +65,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"qwen3-moe": qwen3_moe, "mixtral":
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers on the CPU run in the emulator."""
+    emulate("emulator:sm_80", monkeypatch)
 
+
+ON_GPU = stacked_experts.target_of
+
+
+def emulate(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def target_of(device: torch.device) -> str | None:
-        return on_gpu(device) if device.type == "cuda" else "emulator:sm_80"
+        return ON_GPU(device) if device.type == "cuda" else target
 
-    on_gpu = stacked_experts.target_of
     for module in (stacked_experts, experts_module):
         monkeypatch.setattr(module, "target_of", target_of)
 
@@ -99,21 +106,30 @@ def call_of(tokens: int, k: int = 2, device: str = "cpu", seed: int = 0) -> tupl
 
 
 def defined(experts: LowbitExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The sum of each token's experts in f64; what an expert's gate makes is rounded to the type of x."""
+    """The sum of each token's experts in f64; what an expert's gate makes is rounded to the type of x. Both matrices
+    multiply what x and that become in 8 bits, if they do."""
     dense: Any = experts._dense_class
     result = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
     matrices = [[_dense(layer) for layer in layers] for layers in (experts.gate_up, experts.down)]
+    x_seen = _seen(experts.gate_up[0], x)
     for (token, place), expert in ((at, int(ids[at])) for at in map(tuple, torch.ones_like(ids).nonzero().tolist())):
         if 0 <= expert < EXPERTS:
             (gate_up, first), (down, second) = (matrix[expert] for matrix in matrices)
-            a = dense._apply_gate(experts, (gate_up @ x[token].double().cpu() + first)[None])[0]
-            result[token] += weights[token, place].double().cpu() * (down @ a.to(x.dtype).double() + second)
+            a = dense._apply_gate(experts, (gate_up @ x_seen[token] + first)[None])
+            a_seen = _seen(experts.down[0], a.to(x.dtype))[0]
+            result[token] += weights[token, place].double().cpu() * (down @ a_seen + second)
     return result
+
+
+def _seen(layer: nn.Module, x: Tensor) -> Tensor:
+    """x as a layer multiplies it."""
+    assert isinstance(layer, LowbitLinear)
+    return torch.from_numpy(multiplied(layer.spec, x.cpu()))
 
 
 def _dense(layer: nn.Module) -> tuple[Tensor, Tensor]:
     assert isinstance(layer, LowbitLinear)
-    weight = layer.packed.dequantize().double().cpu()
+    weight = (layer.packed.folded() if layer.spec.folds else layer.packed.dequantize()).double().cpu()
     bias = layer.packed.unpack_tensor("bias").double().cpu() if layer.spec.bias else torch.zeros(len(weight)).double()
     pairs = isinstance(layer, GatedLinear) and layer.pairs
     return (alternating(weight), alternating(bias)) if pairs else (weight, bias)
@@ -236,6 +252,83 @@ def test_a_call_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+# -- in 8 bits
+
+I8, FP8 = {"compute": "i8"}, {"compute": "f8e4m3"}
+BYTES: dict[str, tuple[str, Any, str]] = {
+    "integers": ("qwen3-moe", QuantConfig("u4", 32, zeros="int", clip="max", **I8), "emulator:sm_80"),
+    "one scale": ("gpt-oss", QuantConfig("i8", None, clip="max", **I8), "emulator:sm_90a"),
+    "floats": ("mixtral", QuantConfig("f4e2m1", 32, clip="max", **FP8), "emulator:sm_89"),
+    "folded": ("gpt-oss", QuantConfig("nf4", 16, clip="max", fold_scales=True, **FP8), "emulator:sm_89"),
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_in_eight_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, config, target = BYTES[case]
+    emulate(target, monkeypatch)
+    experts, call = quantized(name, config), call_of(7)
+    found = experts(*call)
+    assert is_served(experts) and all(type(layer) is GatedLinear for layer in experts.gate_up)
+    assert_right(found, defined(experts, *call))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BYTES)
+def test_in_eight_bits_on_a_gpu(case: str) -> None:
+    name, config, _ = BYTES[case]
+    for tokens in (1, 7, 300):
+        experts, call = quantized(name, config, "cuda"), call_of(tokens, device="cuda")
+        found = experts(*call)
+        assert is_served(experts)
+        assert_right(found, defined(experts, *call))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = experts(*call)
+        graph.replay()
+        assert torch.equal(y, found)
+
+
+def test_tokens_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they are gathered: 7 rows of x for 14 slots, and a row of each slot for down."""
+    quantize, seen = EmulatorQuantizer.__call__, []
+
+    def noted(self: EmulatorQuantizer, x: Tensor) -> Any:
+        seen.append([*x.shape])
+        return quantize(self, x)
+
+    monkeypatch.setattr(EmulatorQuantizer, "__call__", noted)
+    quantized(config=BYTES["integers"][1])(*call_of(7))
+    assert seen == [[7, HIDDEN], [14, WIDTH]]
+
+
+def test_another_type_of_products_is_noticed() -> None:
+    """Codes stay as they are, and so do the tensors of all experts."""
+    experts, call = quantized(config=replace(BYTES["integers"][1], compute=None)), call_of(8)
+    before = experts(*call)
+    assert lowbit.set_compute_(experts, "i8") == {}
+    found = experts(*call)
+    assert is_served(experts) and not torch.equal(found, before)
+    assert_right(found, defined(experts, *call))
+    assert lowbit.set_compute_(experts, None) == {}
+    assert torch.equal(experts(*call), before) and is_served(experts)
+
+
+@pytest.mark.parametrize(("tokens", "compute"), [(7, None), (8, "i8")])
+def test_few_slots_are_multiplied_in_their_own_type(tokens: int, compute: Any) -> None:
+    """14 slots of 5 experts are less than 3 for each, 16 are more."""
+    config = BYTES["integers"][1]
+    mixed, call = quantized(config=replace(config, compute_from=3)), call_of(tokens)
+    assert torch.equal(mixed(*call), quantized(config=replace(config, compute=compute))(*call)) and is_served(mixed)
+
+
+def test_in_eight_bits_compiled() -> None:
+    experts, call = quantized(config=BYTES["integers"][1]), call_of(6)
+    expected = experts(*call)
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(*call), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
 # -- one weight
 
 
@@ -321,6 +414,15 @@ def _hooked(experts: LowbitExperts) -> None:
 
 def _wrapped(experts: LowbitExperts) -> None:
     experts.gate_up[0] = nn.Sequential(experts.gate_up[0])
+
+
+def test_differences_that_are_no_bytes_run_one_by_one() -> None:
+    """Those of codes of 8 bits and integer zeros."""
+    experts, call = quantized(config=QuantConfig("u8", 32, zeros="int", clip="max", **I8)), call_of(6)
+    call[1].remainder_(EXPERTS)
+    found, expected = experts(*call), defined(experts, *call)
+    assert not is_served(experts)
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("change", [_of_two_formats, _hooked, _wrapped])

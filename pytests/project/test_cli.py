@@ -224,6 +224,13 @@ def test_run_of_experts_in_the_emulator():
     assert "right" in facts and "slots     2, of 2 of 6 experts" in facts
 
 
+@pytest.mark.parametrize("products", [("i8",), ("i8", "--compute-from", 21), ("f8e4m3", "--fold-scales")])
+def test_run_of_experts_in_eight_bits(products):
+    """120 slots of 6 experts are 20 for each; less than 21 are multiplied in f16, which shows in the result."""
+    result = lowbit("run", *EXPERTS, "-m", 40, "--top-k", 3, "-t", "emulator:sm_89", "--compute", *products, "--json")
+    assert json.loads(result.output)["right"]
+
+
 def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch):
     """One of 120 slots is what another expert makes of its token."""
     multiply = ExpertMatmul.__call__
@@ -248,6 +255,15 @@ def test_explain_experts():
     read = json.loads(lowbit("explain", *sizes, "--json").output)
     assert read["few"]["rows"] == [{"first": 1, "last": 11, "launches": ["m16"]}]
     assert "tokens = 64" in lowbit("compile", *EXPERTS, "-m", 200, "--stop-after", "lowbit", "-t", "sm_90a").output
+
+
+def test_explain_experts_that_are_quantized_where_they_have_many_slots():
+    """From 30 for each of 128 on. Of fewer there are two tables, with and without a multiprocessor for each tile."""
+    sizes = ("-n", 196608, "-k", 2048, "-g", 128, "--experts", 128, "-t", "sm_90a", "--compute", "i8")
+    alone, few, many = lowbit("explain", *sizes, "--compute-from", 30).output.split("slots        launches\n")[1:]
+    assert alone.startswith("1 to 11      m16\n")
+    assert few.startswith("12 to 2048   m16\n2049 to 3072 m32\n3073 to 3839 m64\n\n")
+    assert many.startswith("3840 to 5632 m64\n") and many.count("eight_bit_experts ") == 3 and "_mma" not in many
 
 
 @pytest.mark.parametrize(

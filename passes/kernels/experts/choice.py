@@ -55,14 +55,16 @@ def most_alone(spec: MatmulSpec, target: Target) -> int:
 
 
 def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-    """Returns the numbers of slots that tiles may have, the least first.
+    """Returns the numbers of slots that tiles may have, the least first; with `MatmulSpec.compute_from` of few slots
+    and of many.
 
     Raises SpecError for a spec or a target without any; it says why.
     """
-    found = tuple(tile for tile in _TILES if schedule_for(spec, tile, target))
+    found = tuple(tile for tile in _TILES if all(schedule_for(kind, tile, target) for kind in spec.kinds))
     if not found:
-        _, by_mma = _IN_BYTES if spec.compute else _IN_ACT
-        by_mma.check(spec, by_mma.schedule_type(_TILES[0]), target)
+        for kind in spec.kinds:
+            _, by_mma = _IN_BYTES if kind.compute else _IN_ACT
+            by_mma.check(kind, by_mma.schedule_type(_TILES[0]), target)
         raise SpecError(f"no kernel multiplies by ({spec}) on {target}; take a matmul per expert")
     return found
 
