@@ -18,9 +18,10 @@ from lowbit.dialect.errors import CheckpointError, LowbitError
 from lowbit.dialect.fields import did_you_mean
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
+from lowbit.pylib.checkpoints.description import model_config, quantization_config
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_rows, import_weight
-from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles, read_json
+from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles
 from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.packed import PackedWeight
@@ -30,7 +31,6 @@ VERSION_KEY = "lowbit"  # in the metadata of our files
 EXTRA_STATE = "._extra_state"  # torch's name for the spec of a LowbitLinear
 OF_ACTIVATIONS = re.compile(r"(input|output|activation|act|q|k|v|kv|prob)_(global_)?(scale|zero_point|amax)(_inv)?")
 """Tensors for activations of 8 bits and caches of attention: without them activations stay as they are."""
-OLD_CONFIG = "quantize_config.json"  # where AutoGPTQ put its configuration at first
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
@@ -49,21 +49,23 @@ class Checkpoint:
 
     tensors               all tensors by name, read when they are looked up
     config                the model's config.json; {} without
-    quantization_config   what it says of the quantization; {} if it says nothing
+    quantization_config   what it, or a file beside it, says of the quantization; {} if nothing does
     format                what another library's layers are written in; None for lowbit's own, and without any
     modules               names of the quantized layers
     dense                 names of the tensors that belong to none of them
+
+    It has the files of the folder that are given, or those that its index names.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.tensors = TensorFiles(path)
+    def __init__(self, path: Path, files: Sequence[str] | None = None) -> None:
+        self.tensors = TensorFiles(path, files)
         check_version(self.tensors)
-        self.config = _optional_json(self.tensors.folder / "config.json")
-        self.quantization_config = self._find_quantization_config()
+        self.config = model_config(self.tensors.folder)
+        described, self.quantization_config = quantization_config(self.tensors.folder, self.config)
         self._names = _own_modules(self.tensors)
         self.format: Format | None = None
         if self.quantization_config and not self._names:
-            with _naming(self.tensors.folder / "config.json"):
+            with _naming(described):
                 self.format = format_of(self.quantization_config)
             self._names = _modules(self.tensors, self.format)
         self.modules = tuple(self._names)
@@ -137,8 +139,8 @@ class Checkpoint:
 
     def _act(self) -> Act:
         """Returns the type of inputs that config.json implies."""
-        inner = self.config.get("text_config")
-        configs = [self.config, cast(dict[str, Any], inner) if isinstance(inner, dict) else {}]
+        parts = [part for part in self.config.values() if isinstance(part, dict)]
+        configs = [self.config, *cast(list[dict[str, Any]], parts)]
         given = next((c[key] for c in configs for key in ("dtype", "torch_dtype") if c.get(key)), None)
         act = short_name(given)
         if act in ("f16", "bf16"):
@@ -153,14 +155,6 @@ class Checkpoint:
             raise CheckpointError(f"{self.tensors.folder} has no quantized layer {module!r}{hint}")
         with _naming(self.tensors.path(next(iter(self._names[module].values()))), module):
             yield
-
-    def _find_quantization_config(self) -> dict[str, Any]:
-        """Returns what config.json says of the quantization, or the file of AutoGPTQ's own; {} without."""
-        found = self.config.get("quantization_config") or self.config.get("compression_config")
-        if isinstance(found, dict):
-            return cast(dict[str, Any], found)
-        old = _optional_json(self.tensors.folder / OLD_CONFIG)
-        return {"quant_method": "gptq", **old} if old else {}
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -196,10 +190,6 @@ def check_version(tensors: TensorFiles) -> None:
     version = tensors.metadata.get(VERSION_KEY, VERSION)
     if version != VERSION:
         raise CheckpointError(f"{tensors.folder} has version {version!r}, this reads {VERSION}; update lowbit")
-
-
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.exists() else {}
 
 
 def _own_modules(tensors: TensorFiles) -> dict[str, dict[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
-from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
+from lowbit.pylib.checkpoints.expert_places import Place
+from lowbit.pylib.checkpoints.placement import Placement
 from lowbit.pylib.checkpoints.registry import without_zero_bias
 from lowbit.pylib.nn.dense_experts import MATRICES, count_of, dense_bias, dense_weight
 from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
-from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
-from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.linear_like import as_linear
 from lowbit.pylib.weights.packed import PackedWeight
 
 
@@ -36,14 +37,14 @@ def _home_of(module: nn.Module) -> torch.device:
 class Loader:
     """Makes modules for a model out of a checkpoint. Methods raise CheckpointError where they don't fit the model.
 
-    modules   those of the model by name, each by all of its names
-    names     what the quantized layers of the checkpoint are called in the model
-    act       as in `Checkpoint.load`
-    device    where to load; None: where the model's own modules are
+    modules     those of the model by name, each by all of its names
+    placement   where the quantized layers of the checkpoint belong among them
+    act         as in `Checkpoint.load`
+    device      where to load; None: where the model's own modules are
     """
 
     modules: Mapping[str, nn.Module]
-    names: Mapping[str, str]
+    placement: Placement
     checkpoint: Checkpoint
     act: Act | None
     device: torch.device | str | None
@@ -51,22 +52,13 @@ class Loader:
     def replacements(self) -> dict[str, nn.Module]:
         """Returns a module for each name of a layer, or of experts, that are quantized in the checkpoint, and for the
         linear layers that are tied to an embedding among them."""
-        experts: dict[str, dict[Place, str]] = {}
-        layers: dict[str, nn.Module] = {}
-        for name, here in self.names.items():
-            if place := place_of(here, self.modules):
-                experts.setdefault(place.owner, {})[place] = name
-            elif isinstance(old := self.modules.get(here), nn.Embedding | LowbitEmbedding):
-                layers |= self._embedding(name, here, old)
-            else:
-                layers[here] = self._layer(name, here)
-        return layers | {owner: self._experts(owner, places) for owner, places in experts.items()}
+        found: dict[str, nn.Module] = {here: self._layer(name, here) for here, name in self.placement.linears.items()}
+        for here, name in self.placement.embeddings.items():
+            found |= self._embedding(name, here)
+        return found | {owner: self._experts(owner, places) for owner, places in self.placement.experts.items()}
 
     def _layer(self, name: str, here: str) -> LowbitLinear:
-        old = self.modules.get(here)
-        if old is None or not (here and may_be_low_bit(old)):
-            found = "the model has no such layer" if old is None else f"{type(old).__name__} in the model"
-            raise CheckpointError(f"{self.checkpoint.tensors.folder}: {name!r} is quantized, but {found}")
+        old = self.modules[here]
         linear = as_linear(old)
         shape = linear.out_features, linear.in_features
         packed = self.checkpoint.load(name, self.act, self.device or _home_of(old), shape)
@@ -74,7 +66,8 @@ class Loader:
         self._check(name, packed, shape, linear.bias is not None)
         return LowbitLinear.from_packed(packed).train(old.training)
 
-    def _embedding(self, name: str, here: str, old: nn.Embedding | LowbitEmbedding) -> Mapping[str, nn.Module]:
+    def _embedding(self, name: str, here: str) -> Mapping[str, nn.Module]:
+        old = cast(nn.Embedding | LowbitEmbedding, self.modules[here])
         packed = self.checkpoint.load(name, self.act, self.device or _home_of(old))
         self._check(name, packed, (old.num_embeddings, old.embedding_dim), False)
         embedding = LowbitEmbedding.from_packed(packed).in_place_of(old)
@@ -82,8 +75,6 @@ class Loader:
 
     def _experts(self, owner: str, places: Mapping[Place, str]) -> LowbitExperts:
         dense = self.modules[owner]
-        with naming(str(self.checkpoint.tensors.folder)):
-            check_places(owner, dense, list(places))
         return LowbitExperts(dense, *(self._matrix(dense, owner, matrix, places) for matrix in MATRICES))
 
     def _matrix(self, dense: nn.Module, owner: str, matrix: str, places: Mapping[Place, str]) -> list[LowbitLinear]:

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
-from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, check_dense, matches
+from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, matches
 from lowbit.pylib.checkpoints.computed import check_computed, compute_buffers
-from lowbit.pylib.checkpoints.layers import Loader, home
+from lowbit.pylib.checkpoints.dense import Dense
+from lowbit.pylib.checkpoints.layers import Loader
 from lowbit.pylib.checkpoints.names import Names
+from lowbit.pylib.checkpoints.placement import placed, wanted_layers
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
 from lowbit.pylib.nn.embedding import TiedLinear
 from lowbit.pylib.nn.packed_module import check_model
 from lowbit.pylib.runtime.devices import check_torch_device
-from lowbit.pylib.torch_types import type_name
 
 SHARD_BYTES = 5_000_000_000
 
@@ -128,65 +129,21 @@ def load_checkpoint(
     check_computed(model)
     checkpoint = Checkpoint(Path(path))
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = Names(model, checkpoint.modules)
-    loaded = Loader(modules, _quantized(checkpoint, names, modules, ignore), checkpoint, act, device).replacements()
+    names = Names(model)
+    layers = {
+        name: here
+        for name, here in wanted_layers(checkpoint, names, modules).items()
+        if not all(matches(tensor, ignore) for tensor in checkpoint.names_of(name).values())
+    }
+    placement = placed(layers, modules, str(checkpoint.tensors.folder))
+    loaded = Loader(modules, placement, checkpoint, act, device).replacements()
     places = {place: new for name, new in loaded.items() for place, old in modules.items() if old is modules[name]}
     replaced = tuple(f"{place}.{'weight' if isinstance(new, TiedLinear) else ''}" for place, new in places.items())
     wanted = {name: t for name, t in model.state_dict(keep_vars=True).items() if not name.startswith(replaced)}
-    dense = _dense(checkpoint, names, wanted, device, ignore)
+    dense = Dense(model, checkpoint, names, wanted, device).tensors(ignore)
     for place, new in places.items():
         model.set_submodule(place, new)
     model.load_state_dict(dense, strict=False, assign=True)
     compute_buffers(model, device or "cpu")
     return checkpoint
 
-
-def _quantized(
-    checkpoint: Checkpoint, names: Names, modules: Mapping[str, nn.Module], ignore: Sequence[str]
-) -> dict[str, str]:
-    """Returns the quantized layers to load, and what they are called in the model."""
-    found = {name: names.module(name) for name in checkpoint.modules}
-    left_out = {
-        name
-        for name, here in found.items()
-        if all(matches(tensor, ignore) for tensor in checkpoint.names_of(name).values())
-        or (here not in modules and names.is_ignored(name))
-    }
-    return {name: here for name, here in found.items() if name not in left_out}
-
-
-def _dense(
-    checkpoint: Checkpoint,
-    names: Names,
-    wanted: Mapping[str, Tensor],
-    device: torch.device | str | None,
-    ignore: Sequence[str],
-) -> dict[str, Tensor]:
-    """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes."""
-    given = {names.tensor(name): name for name in checkpoint.dense if not matches(name, ignore)}
-    tied = {id(t) for here in given if (t := wanted.get(here)) is not None}
-    check_dense(checkpoint, (name for name in given.values() if not names.is_ignored(name)))
-    folder = checkpoint.tensors.folder
-    if left_over := [name for here, name in given.items() if not (here in wanted or names.is_ignored(name))]:
-        raise CheckpointError(f"{folder} has {_some(left_over)}, which the model has not; ignore= leaves tensors out")
-    missing = [here for here, t in wanted.items() if id(t) not in tied]
-    if needed := [here for here in missing if wanted[here].is_meta or not names.is_made(here)]:
-        raise CheckpointError(f"{folder} has no {_some(needed)}, which the model needs")
-    used = {here: name for here, name in given.items() if here in wanted}
-    read = {id(wanted[here]): _read(checkpoint, name, wanted[here], device) for here, name in used.items()}
-    return {here: read[id(t)] for here, t in wanted.items() if id(t) in tied}
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _read(checkpoint: Checkpoint, name: str, old: Tensor, device: torch.device | str | None) -> Tensor:
-    """Returns a tensor of the files for the place of one of the model."""
-    t = checkpoint.tensors[name]
-    if t.shape != old.shape or t.is_floating_point() != old.is_floating_point():
-        given, needed = (f"{type_name(x.dtype)} {list(x.shape)}" for x in (t, old))
-        raise CheckpointError(f"{checkpoint.tensors.path(name)}: {name} is {given}, but {needed} in the model")
-    moved = t.to(device or home(old))
-    return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved

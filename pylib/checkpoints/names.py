@@ -1,11 +1,10 @@
 """Finds the names that modules and tensors of a checkpoint have in a model. transformers names some of them differently
-in files, and the prefix of the base model may be in one of the two alone."""
+in files, makes one tensor of several there, and the prefix of the base model may be in one of the two alone."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,25 +16,31 @@ class Names:
     """Names of a checkpoint in a model of any kind.
 
     model     the model; transformers is asked where it is one of its own
-    modules   names of modules in the checkpoint, by which the prefix of the base model is found
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._steps: list[Any] = []
+        self._converters: list[Any] = []
         self._ignored: list[str] = []
         self._made: list[str] = []
-        self._way: Callable[[str], str] = str
+        self._prefix = ""
+        self._known = {name for name, _ in model.named_modules()}
         if is_of_transformers(model):
-            self._ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+            self._ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_moved(model)]
             self._made = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-            self._steps = _renamings(model)
-            self._way = self._way_of_prefix(model, modules)
+            self._steps, self._converters = _conversions(model)
+            self._prefix = f"{model.base_model_prefix}."
 
-    def _way_of_prefix(self, model: Any, modules: Sequence[str]) -> Callable[[str], str]:
-        """Returns what to do with the prefix of the base model, for modules to be found."""
-        prefix, known = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}
-        ways: list[Callable[[str], str]] = [str, lambda name: name.removeprefix(prefix), lambda name: prefix + name]
-        return next((way for way in ways if any(way(self.module(name)) in known for name in modules)), str)
+    def _placed(self, name: str) -> str:
+        """Returns a name as it is, without the base model's prefix, or with it: the one of which the model has most."""
+        if not self._prefix:
+            return name
+        return max((name, name.removeprefix(self._prefix), self._prefix + name), key=self._known_parts)
+
+    def _known_parts(self, name: str) -> int:
+        """Returns how many of the modules that a name leads through the model has."""
+        parts = name.split(".")
+        return next((i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in self._known), 0)
 
     def renamed(self, name: str) -> str:
         """Returns what transformers calls a tensor of the checkpoint, before it looks at the prefix."""
@@ -45,7 +50,18 @@ class Names:
 
     def tensor(self, name: str) -> str:
         """Returns what a tensor of the checkpoint is called in the model."""
-        return self._way(self.renamed(name))
+        return self._placed(self.renamed(name))
+
+    def conversion(self, name: str) -> tuple[str, str, Any]:
+        """Returns how transformers converts a dense tensor of the checkpoint, of which it makes a part of another, or
+        several: the name of the first that is made of it, the pattern that its own name matches, and the conversion.
+        Without one, the name in the model, "" and None."""
+        renamed = self.renamed(name)
+        for converter in self._converters:
+            target, pattern = converter.rename_source_key(renamed)
+            if pattern is not None:
+                return self._placed(target), pattern, converter
+        return self._placed(renamed), "", None
 
     def module(self, name: str) -> str:
         """Returns what a module of the checkpoint is called in the model."""
@@ -67,9 +83,17 @@ def is_of_transformers(model: nn.Module) -> bool:
     return loaded is not None and isinstance(model, loaded.PreTrainedModel)
 
 
-def _renamings(model: Any) -> list[Any]:
-    """Returns transformers' steps from names in files to those in a model of its own."""
+def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
+    """Returns transformers' steps from names in files to those in a model of its own, and those that convert values."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    return [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
+    steps = list(get_model_conversion_mapping(model))
+    return [s for s in steps if isinstance(s, WeightRenaming)], [s for s in steps if isinstance(s, WeightConverter)]
+
+
+def _moved(model: Any) -> list[str]:
+    """Returns patterns of buffers that older files have, and that transformers computes now."""
+    patterns = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+    buffers = [name for name, _ in model.named_buffers()]
+    return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in buffers)]

@@ -160,7 +160,7 @@ def _by_transformers(
     _copy_others(path, target)
     on_step("comparing")
     report = contents(target, against=path)
-    quantizer, names = model.hf_quantizer, Names(model, [row.name for row in report])
+    quantizer, names = model.hf_quantizer, Names(model)
     asked = {row.name: _asked(quantizer.asked, names.module(row.name)) for row in report}
     rows = [replace(row, asked="" if row.reason else asked[row.name]) for row in report]
     rows = [_with_reason(row, quantizer.reasons.get(names.module(row.name))) for row in rows]

@@ -7,7 +7,7 @@ when its values are used. The folder's own JSON files are checked here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,14 +31,16 @@ class TensorFiles(Mapping[str, Tensor]):
     folder    where the files are
     files     the file of each tensor
     metadata  what the files say of themselves, taken together
+
+    It has the files of a folder that are given, or those that its index names.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, given: Sequence[str] | None = None) -> None:
         self.folder = path.parent if path.is_file() else path
         self.metadata: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self.files: dict[str, str] = {}
-        for file, listed in _files(path).items():
+        for file, listed in (_files(path) if given is None else dict.fromkeys(given)).items():
             opened = self._opened(file)
             names = set(opened.keys())
             if listed is not None and (missing := listed - names):

@@ -68,7 +68,6 @@ class LowbitConfig(QuantizationConfigMixin):
             raise SpecError("from_checkpoint=True: the checkpoint says what its layers are; drop all other fields")
         self.quant_method = cast(Any, QUANT_METHOD)
         self.from_checkpoint = from_checkpoint
-        self.source: Mapping[str, Any] | None = None
         self.layers: Mapping[str, MatmulSpec] | None = None
         self.config = weight if isinstance(weight, QuantConfig) else _recipe(weight, group_size, recipe)
         self.modules = dict(modules or {})
@@ -95,9 +94,7 @@ class LowbitConfig(QuantizationConfigMixin):
             method = source.get("quant_method")
             way = "LowbitConfig(from_checkpoint=True) imports it" if method in FORMATS else "name the dense model"
             raise SpecError(f"the checkpoint is quantized already, by {method}: {way}")
-        found = LowbitConfig(from_checkpoint=True)
-        found.source = source
-        return found
+        return LowbitConfig(from_checkpoint=True)
 
     def multiplied_in(self, act: Act) -> LowbitConfig:
         """Returns the configuration for a model of this type, with types of scales: a model saved in one type and

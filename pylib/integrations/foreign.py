@@ -9,27 +9,32 @@ Where config.json names another library, transformers would take that library's 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
-from lowbit.pylib.checkpoints.checkpoint import Checkpoint, check_dense, open_checkpoint
-from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
-from lowbit.pylib.checkpoints.formats import gpt_oss
+from lowbit.pylib.checkpoints.checkpoint import Checkpoint, check_dense
+from lowbit.pylib.checkpoints.expert_places import Place
 from lowbit.pylib.checkpoints.names import Names
+from lowbit.pylib.checkpoints.placement import Placement, placed, wanted_layers
 from lowbit.pylib.checkpoints.registry import import_experts, import_rows, import_weight, without_zero_bias
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.on_load import keep_values
-from lowbit.pylib.nn.dense_experts import LISTS, MATRICES, dense_bias, dense_weight
+from lowbit.pylib.integrations.saved import place_empty, tie
+from lowbit.pylib.nn.dense_experts import LISTS, dense_bias, dense_weight
+from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
-from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
+from lowbit.pylib.nn.linear_like import as_linear
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.weights.packed import PackedWeight
 
 
@@ -52,84 +57,123 @@ def prefer_lowbit() -> None:
 
 
 def opened(files: Sequence[str] | None) -> Checkpoint:
-    """Returns the checkpoint that the files belong to."""
+    """Returns the checkpoint that the files belong to, with the tensors of these files."""
     if not files:
         raise SpecError("from_checkpoint=True needs the files of a checkpoint; state_dict= is none")
-    return open_checkpoint(Path(files[0]) if len(files) == 1 else Path(files[0]).parent)
+    return Checkpoint(Path(files[0]).parent, [Path(file).name for file in files])
 
 
-Targets = dict[str, tuple[str, str]]
-"""For each tensor of a quantized layer, by the name that transformers gives it, the key of the layer's codes in the
-model, and the tensor's name in the layer. Where a layer is made of several parts, its part comes first."""
+@dataclass
+class Foreign:
+    """The quantized layers of another library's checkpoint, while they are loaded.
+
+    targets   for each of their tensors, by the name that transformers gives it, the key of the layer's codes in the
+              model, and the tensor's name in the layer. Where a layer is made of several parts, its part comes first
+    layers    what the checkpoint calls the layers and embeddings of the model
+    """
+
+    targets: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    layers: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Targets:
+def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
     """Put placeholders where another library's checkpoint has quantized layers: they have the sizes alone."""
-    modules, names = dict(model.named_modules()), Names(model, checkpoint.modules)
-    experts: dict[str, list[Place]] = {}
-    targets: Targets = {}
+    folder, modules, names = str(checkpoint.tensors.folder), dict(model.named_modules()), Names(model)
     if not checkpoint.modules:
         method = checkpoint.quantization_config["quant_method"]
-        raise CheckpointError(f"{checkpoint.tensors.folder}: config.json says {method!r}, but no layer is quantized so")
+        raise CheckpointError(f"{folder}: config.json says {method!r}, but no layer is quantized so")
     check_dense(checkpoint, (name for name in checkpoint.dense if not names.is_ignored(name)))
-    for module in checkpoint.modules:
-        name = names.module(module)
-        dense, place = modules.get(name), place_of(name, modules)
-        if dense is None and names.is_ignored(module):
-            continue
-        checkpoint.check_layer(module)
-        target, part = f"{name}.codes", ""
-        if dense is not None and may_be_low_bit(dense):
-            dense = as_linear(dense)
-            spec = MatmulSpec(dense.out_features, dense.in_features, "u8", bias=dense.bias is not None)
-            model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
-        elif place is not None and (checkpoint.format is gpt_oss.FORMAT) == (place.expert is None):
-            experts.setdefault(place.owner, []).append(place)
-            target = f"{place.owner}.{LISTS[place.matrix]}.{place.expert or 0}.codes"
-            part = "" if place.expert is None else f"{place.part}."
-        else:
-            raise CheckpointError(f"{name} is quantized in the checkpoint, and no linear layer of the model")
-        for short, full in checkpoint.names_of(module).items():
-            targets[names.renamed(full)] = target, part + short
-    for name, places in experts.items():
-        check_places(name, modules[name], places)
-        model.set_submodule(name, LowbitExperts.empty_like(modules[name], _sizes(modules[name]), "meta"))
-    return targets
+    placement = placed(wanted_layers(checkpoint, names, modules), modules, folder)
+    if placement.embeddings:
+        tie(model)
+    place_empty(model, placement, _sizes(placement, modules))
+    single = placement.linears | placement.embeddings
+    parts = {layer: (f"{here}.codes", "") for here, layer in single.items()}
+    for places in placement.experts.values():
+        parts |= {layer: _target(place) for place, layer in places.items()}
+    shorts = {layer: checkpoint.names_of(layer).items() for layer in parts}
+    targets = {
+        names.renamed(full): (target, part + short)
+        for layer, (target, part) in parts.items()
+        for short, full in shorts[layer]
+    }
+    return Foreign(targets, single)
 
 
-def _sizes(dense: nn.Module) -> list[MatmulSpec]:
-    shapes = {name: dense_weight(dense, name).shape for name in MATRICES}
-    return [MatmulSpec(n, k, "u8", bias=dense_bias(dense, name) is not None) for name, (_, n, k) in shapes.items()]
+def _target(place: Place) -> tuple[str, str]:
+    """Returns the key of an expert's codes, of the first for a stack of all, and what part of its matrix a layer is."""
+    part = "" if place.expert is None else f"{place.part}."
+    return f"{place.owner}.{LISTS[place.matrix]}.{place.expert or 0}.codes", part
+
+
+def _sizes(placement: Placement, modules: Mapping[str, nn.Module]) -> dict[str, MatmulSpec]:
+    """Returns the sizes of all layers, by the checkpoint's names, as specs that say no more."""
+    found: dict[str, MatmulSpec] = {}
+    for here, layer in placement.linears.items():
+        dense = as_linear(modules[here])
+        found[layer] = MatmulSpec(dense.out_features, dense.in_features, "u8", bias=dense.bias is not None)
+    for here, layer in placement.embeddings.items():
+        table = cast(nn.Embedding, modules[here])
+        found[layer] = MatmulSpec(table.num_embeddings, table.embedding_dim, "u8")
+    for owner, places in placement.experts.items():
+        for place, layer in places.items():
+            n, k = dense_weight(modules[owner], place.matrix).shape[1:]
+            found[layer] = MatmulSpec(n, k, "u8", bias=dense_bias(modules[owner], place.matrix) is not None)
+    return found
 
 
 # -- loading
 
 
-def import_into(
-    model: nn.Module, name: str, tensors: dict[str, Tensor], source: Mapping[str, Any], act: Act
-) -> set[str]:
-    """Put a layer of another library's checkpoint, or a matrix of one expert or of all, into the model; returns the
-    keys that the model has got by it."""
-    parent, _, expert = name.rpartition(".")
-    if isinstance(model.get_submodule(parent.rpartition(".")[0]), LowbitExperts):
-        layers = cast(nn.ModuleList, model.get_submodule(parent))
-        parts = _parts(tensors)
-        places = [expert] if parts else [str(number) for number in range(len(layers))]
-        imported = [import_rows(source, parts, act)] if parts else import_experts(source, tensors, act)
-    else:
-        layers, places = model.get_submodule(parent), [expert]
-        spec = cast(LowbitLinear, model.get_submodule(name)).spec
-        imported = [import_weight(source, tensors, act, (spec.n, spec.k), name)]
-    keys = set[str]()
-    for place, packed in zip(places, imported, strict=True):
-        empty = cast(LowbitLinear, layers.get_submodule(place))
+@dataclass(frozen=True)
+class Importer:
+    """Puts layers of another library's checkpoint into a model.
+
+    source   the quantization_config
+    act      type of the inputs
+    """
+
+    model: nn.Module
+    source: Mapping[str, Any]
+    act: Act
+
+    def take(self, name: str, layer: str, tensors: dict[str, Tensor]) -> set[str]:
+        """Put a layer, an embedding, or a matrix of one expert or of all into the model; returns the keys that the
+        model has got by it.
+
+        name    in the model
+        layer   what the checkpoint calls it
+        """
+        parent, _, leaf = name.rpartition(".")
+        if isinstance(self.model.get_submodule(parent.rpartition(".")[0]), LowbitExperts):
+            return self._experts(parent, leaf, tensors)
+        empty = cast(LowbitLinear | LowbitEmbedding, self.model.get_submodule(name))
+        size = empty.spec.n, empty.spec.k
+        return self._put(name, import_weight(self.source, tensors, self.act, size, layer))
+
+    def _experts(self, parent: str, leaf: str, tensors: dict[str, Tensor]) -> set[str]:
+        if parts := _parts(tensors):
+            return self._put(f"{parent}.{leaf}", import_rows(self.source, parts, self.act))
+        each, count = import_experts(self.source, tensors, self.act), len(self.model.get_submodule(parent))  # type: ignore[arg-type]
+        if len(each) != count:
+            raise CheckpointError(f"the checkpoint has {len(each)} experts, and the model {count}")
+        return {key for i, packed in enumerate(each) for key in self._put(f"{parent}.{i}", packed)}
+
+    def _put(self, name: str, packed: PackedWeight) -> set[str]:
+        empty = cast(LowbitLinear | LowbitEmbedding, self.model.get_submodule(name))
         packed = packed if empty.spec.bias else without_zero_bias(packed)
         _check_fits(empty.spec, packed)
-        keys |= {f"{parent}.{place}.{key}".lstrip(".") for key in empty.state_dict()}
-        layer = LowbitLinear.from_packed(packed).train(empty.training)
-        keep_values(layer)
-        layers.set_submodule(place, layer)
-    return keys
+        keys = {f"{name}.{key}" for key in empty.state_dict()}
+        layers: Mapping[str, nn.Module]
+        if isinstance(empty, LowbitEmbedding):
+            table = LowbitEmbedding.from_packed(packed).in_place_of(empty)
+            layers = with_tied([name], table, tied_linears(self.model.named_modules(), empty))
+        else:
+            layers = {name: LowbitLinear.from_packed(packed).train(empty.training)}
+        keep_values(cast(PackedModule, layers[name]))
+        for here, layer in layers.items():
+            self.model.set_submodule(here, layer)
+        return keys
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -155,3 +199,11 @@ def _check_fits(wanted: MatmulSpec, packed: PackedWeight) -> None:
 def act_of_model(model: Any) -> Act:
     """Returns the type of a model's activations."""
     return "f16" if model.dtype is torch.float16 else "bf16"
+
+
+def forget_parts(config: Any) -> None:
+    """Remove what a configuration says of the quantization of its parts: it is as the model's own says now."""
+    for part in (config if isinstance(config, dict) else vars(config)).values():
+        if isinstance(part, dict | PreTrainedConfig):
+            (part if isinstance(part, dict) else vars(part)).pop("quantization_config", None)
+            forget_parts(part)

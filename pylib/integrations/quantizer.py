@@ -15,6 +15,7 @@ what it is; that is compared with config.json before anything is loaded, and the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,15 +24,17 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from lowbit.dialect.errors import CheckpointError, LowbitError, QuantizeError, SpecError
+from lowbit.dialect.errors import CheckpointError, LowbitError, PackError, QuantizeError, SpecError
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
+from lowbit.pylib.checkpoints.description import model_config, quantization_config
 from lowbit.pylib.integrations.choose import empty_module, mostly_dense, reason_in_config, wishes
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.dequantize import dequantize_model
 from lowbit.pylib.integrations.foreign import (
-    Targets,
+    Foreign,
+    Importer,
     act_of_model,
-    import_into,
+    forget_parts,
     opened,
     place_foreign,
     prefer_lowbit,
@@ -63,7 +66,8 @@ class LowbitQuantizer(HfQuantizer):
     """Quantizes a dense checkpoint while it is loaded, or loads a low-bit one.
 
     targets        the dense parameters to quantize by their names, while a dense checkpoint is loaded
-    foreign        the tensors of another library's layers, while its checkpoint is loaded
+    checkpoint     the files, while a model is loaded from safetensors
+    foreign        the layers of another library, while its checkpoint is loaded
     packed         the types of the tensors of low-bit layers, by their names
     reasons        why modules stay dense, by their names, as `lowbit.quantize_` reports it
     asked          formats that were asked for, by the names of modules that they don't fit and that got another
@@ -79,17 +83,12 @@ class LowbitQuantizer(HfQuantizer):
         self.fused: tuple[FusedLayers, ...] = ()
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
-        self.foreign: Targets = {}
+        self.foreign = Foreign()
         self.packed: dict[str, torch.dtype] = {}
         if quantization_config.layers is not None:
             self.pre_quantized = True
         if not self.pre_quantized:
             quantization_config.check_no_data()
-            if quantization_config.from_checkpoint:
-                raise SpecError(
-                    "from_checkpoint=True: the checkpoint is dense, or its config.json names a library that "
-                    "transformers does not know; say how to quantize a dense one, as LowbitConfig('u4', 128) does"
-                )
 
     @property
     def stays_dense(self) -> dict[str, str]:
@@ -114,17 +113,18 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         """Put empty low-bit modules where the configuration or the checkpoint wants them."""
-        files = checkpoint_files or ()
+        self.checkpoint = self._opened(checkpoint_files)
         if self.config.embeddings:
             tie(model)
         if self.config.layers is not None:
             place_saved(model, self.config.layers)
         elif self.config.from_checkpoint:
-            self._place_found(model, files)
+            self._place_found(model, opened(checkpoint_files) if self.checkpoint is None else self.checkpoint)
         else:
-            self._place_planned(cast(Any, model), files)
+            self._place_planned(cast(Any, model), self.checkpoint)
+        if self.pre_quantized and self.checkpoint is not None:
+            check_output_layer(model, self.checkpoint)
         if self.pre_quantized:
-            check_output_layer(model, files)
             start_no_fused(model)
         self.packed = {
             f"{name}.{key}": tensor.dtype
@@ -133,16 +133,40 @@ class LowbitQuantizer(HfQuantizer):
         }
         untie(model)
 
-    def _place_found(self, model: nn.Module, files: Sequence[str]) -> None:
-        """Put empty modules where the files have low-bit layers, of lowbit or of another library."""
-        self.checkpoint = opened(files)
-        if self.checkpoint.format is None:
-            place_saved(model, saved_specs(model, files))
-            fit_lengths(model, files)
-        else:
-            self.foreign = place_foreign(model, self.checkpoint)
+    def _opened(self, files: Sequence[str] | None) -> Checkpoint | None:
+        """Returns the checkpoint of a model; None for a state dictionary, and for dense weights in pickles.
 
-    def _place_planned(self, model: Any, files: Sequence[str]) -> None:
+        Raises PackError for low-bit weights in pickles, and SpecError where a quantized checkpoint is to be quantized.
+        """
+        if not files:
+            return None
+        pickled = next((file for file in files if not file.endswith(".safetensors")), None)
+        if pickled and self.pre_quantized:
+            raise PackError(f"{pickled} is no safetensors file; save the model again with save_pretrained")
+        if pickled:
+            return None
+        if not (self.pre_quantized or self.config.from_checkpoint):
+            folder = Path(files[0]).parent
+            _, described = quantization_config(folder, model_config(folder))
+            if described:
+                self.config.importing(described)
+        return opened(files)
+
+    def _place_found(self, model: nn.Module, checkpoint: Checkpoint) -> None:
+        """Put empty modules where the files have low-bit layers, of lowbit or of another library."""
+        if checkpoint.format is not None:
+            self.foreign = place_foreign(model, checkpoint)
+        elif self.pre_quantized or checkpoint.modules:
+            place_saved(model, saved_specs(model, checkpoint))
+            fit_lengths(model, checkpoint)
+        else:
+            check_dense(checkpoint)
+            raise SpecError(
+                "from_checkpoint=True: the checkpoint is dense; say how to quantize it, as LowbitConfig('u4', 128) does"
+            )
+        self.pre_quantized = True
+
+    def _place_planned(self, model: Any, checkpoint: Checkpoint | None) -> None:
         """Put empty modules where `lowbit.quantize_` would, for a checkpoint that is dense or saved by lowbit."""
         if not self.pre_quantized:
             self._choose_scales(model)
@@ -156,19 +180,19 @@ class LowbitQuantizer(HfQuantizer):
             logger.warning_once(warning)
         if not planned:
             raise SpecError(f"the configuration leaves nothing of {type(model).__name__} to be quantized")
-        if not self.pre_quantized:
-            check_dense(files)
-        saved = saved_specs(model, files) if self.pre_quantized else {}
+        if not self.pre_quantized and checkpoint is not None:
+            check_dense(checkpoint)
+        saved = saved_specs(model, checkpoint) if self.pre_quantized and checkpoint is not None else {}
         for entry in planned:
             module = empty_module(entry)
             replace_planned(model, entry, module)
             if not self.pre_quantized:
                 self.targets |= attach_dense(entry, module)
-        if self.pre_quantized and files:
+        if self.pre_quantized and checkpoint is not None:
             place_fused(model, saved)
             multiply_as_saved(model, saved)
             compare(model, saved)
-            fit_lengths(model, files)
+            fit_lengths(model, checkpoint)
 
     def _choose_scales(self, model: Any) -> None:
         """Let config.json say which type the scales have that are made now."""
@@ -218,14 +242,17 @@ class LowbitQuantizer(HfQuantizer):
         from lowbit.pylib.integrations.conversion import Import, ImportConverter
 
         own = super().update_weight_conversions(weight_conversions, *model)
-        return [ImportConverter(Import(self._import, self.foreign)), *own] if self.foreign else own
+        targets = self.foreign.targets
+        return [ImportConverter(Import(self._import, targets)), *own] if targets else own
 
     def _import(self, model: Any, name: str, tensors: dict[str, Tensor]) -> set[str]:
         """Take a layer of another library's checkpoint; returns the keys that the model has got by it."""
         try:
             if self.error is None:
+                source = cast(Checkpoint, self.checkpoint).quantization_config
                 with naming(name):
-                    return import_into(model, name, tensors, self.config.source or {}, act_of_model(model))
+                    layer = self.foreign.layers.get(name, name)
+                    return Importer(model, source, act_of_model(model)).take(name, layer, tensors)
         except LowbitError as error:
             self.error = error
         return set()
@@ -247,10 +274,10 @@ class LowbitQuantizer(HfQuantizer):
                 if one.name and (asked := self.asked.get(f"{one.module}.{one.parts[0]}".lstrip(".")))
             }
         self.targets.clear()
-        if self.checkpoint is not None:
+        if self.foreign.targets:
             _keep_as_imported(model)
-            self.checkpoint = None
-            self.foreign.clear()
+            forget_parts(cast(Any, model).config)
+        self.checkpoint, self.foreign = None, Foreign()
         for name, layer in low_bit_layers(model):
             with naming(name):
                 layer.check()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from lowbit.dialect.errors import CheckpointError, PackError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
-from lowbit.pylib.checkpoints.expert_places import place_of
+from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint
 from lowbit.pylib.checkpoints.names import Names
+from lowbit.pylib.checkpoints.placement import Placement, placed
 from lowbit.pylib.checkpoints.tensor_files import FLOATS
-from lowbit.pylib.nn.dense_experts import LISTS, MATRICES, count_of
+from lowbit.pylib.nn.dense_experts import MATRICES, count_of
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.fuse import FusedModule, place_fused
@@ -26,28 +25,20 @@ from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.weights.saved import check_same, read_spec, with_products_of
 
 
-def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:
-    """Returns what the weights in files say of themselves, by the names of their layers in the model.
+def saved_specs(model: nn.Module, checkpoint: Checkpoint) -> dict[str, MatmulSpec]:
+    """Returns what the weights of lowbit's own checkpoint say of themselves, by the names of their layers in the model.
 
     Raises PackError for a weight that lacks a tensor.
     """
     found: dict[str, MatmulSpec] = {}
-    keys = set[str]()
-    for path in files:
-        if not str(path).endswith(".safetensors"):
-            raise PackError(f"{path} is no safetensors file; save the model again with save_pretrained")
-        with safe_open(path, framework="pt") as file:
-            here: list[str] = file.keys()
-            keys.update(here)
-            for name in [key.removesuffix(EXTRA_STATE) for key in here if key.endswith(EXTRA_STATE)]:
-                with naming(name):
-                    found[name] = read_spec(file.get_tensor(name + EXTRA_STATE))
-    for name, spec in found.items():
+    keys, names = checkpoint.tensors.keys(), Names(model)
+    for name in [key.removesuffix(EXTRA_STATE) for key in keys if key.endswith(EXTRA_STATE)]:
+        with naming(name):
+            spec = found[names.module(name)] = read_spec(checkpoint.tensors[name + EXTRA_STATE])
         _check_codes_are_joined(name, spec, keys)
         if missing := [slot.name for slot in spec.tensors if f"{name}.{slot.name}" not in keys]:
             raise PackError(f"{name}: the checkpoint has no {', '.join(missing)} of this low-bit weight")
-    names = Names(model, list(found))
-    return {names.module(name): spec for name, spec in found.items()}
+    return found
 
 
 def _check_codes_are_joined(name: str, spec: MatmulSpec, keys: Collection[str]) -> None:
@@ -87,75 +78,62 @@ def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
             raise PackError(f"{name}: the checkpoint has a low-bit weight, and config.json says that it has none here")
 
 
-def check_output_layer(model: Any, files: Sequence[str]) -> None:
+def check_output_layer(model: Any, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for an output layer that is not in the checkpoint, nor tied to an embedding that is:
     transformers would give it random values."""
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is head), "")
-    if not (name and files and model._tied_weights_keys) or f"{name}.weight" in model.all_tied_weights_keys:
+    if not (name and model._tied_weights_keys) or f"{name}.weight" in model.all_tied_weights_keys:
         return
-    leaf, names = name.rpartition(".")[2], Names(model, ())
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            keys: list[str] = file.keys()
-            if any(leaf in names.module(key.rpartition(".")[0]).split(".") for key in keys):
-                return
+    leaf, names = name.rpartition(".")[2], Names(model)
+    if any(leaf in names.module(key.rpartition(".")[0]).split(".") for key in checkpoint.tensors):
+        return
     raise CheckpointError(
         f"{name}: the checkpoint has no such layer, and its config.json has tie_word_embeddings=False; with "
         "tie_word_embeddings=True the layer multiplies by the weight of the embedding"
     )
 
 
-def check_dense(files: Sequence[str]) -> None:
-    """Raise CheckpointError where weights that are to be quantized are codes already: transformers ignores config.json
-    and the scales of a library that it does not know."""
-    for path in files:
-        if not str(path).endswith(".safetensors"):
-            continue
-        with safe_open(path, framework="pt") as file:
-            names: list[str] = file.keys()
-            for name in names:
-                if name.endswith(".weight") and (kind := file.get_slice(name).get_dtype()) not in FLOATS:
-                    raise CheckpointError(
-                        f"{path}: {name} is {kind}: it is quantized already, and can't be by a LowbitConfig; name the "
-                        f"dense model, with weights in {', '.join(FLOATS)}"
-                    )
+def check_dense(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where weights that are to be quantized are codes already, and no description says so."""
+    tensors = checkpoint.tensors
+    for name in tensors:
+        if name.endswith(".weight") and (kind := tensors.dtype(name)) not in FLOATS:
+            raise CheckpointError(
+                f"{tensors.path(name)}: {name} is {kind}: it is quantized already, and can't be by a LowbitConfig; "
+                f"name the dense model, with weights in {', '.join(FLOATS)}"
+            )
 
 
 def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     """Put empty low-bit modules where a checkpoint of lowbit's own has weights of these specs."""
-    experts: dict[str, dict[str, dict[int, MatmulSpec]]] = {}
     modules = dict(model.named_modules())
     if any(isinstance(modules.get(name), nn.Embedding) for name in specs):
         tie(model)
     place_fused(model, specs)
-    placed = dict(low_bit_layers(model))
-    for name, spec in specs.items():
-        if name in placed:
-            continue
-        dense, place = modules.get(name), place_of(name, modules)
-        if isinstance(dense, nn.Embedding):
-            embedding = LowbitEmbedding.empty(spec, "meta").in_place_of(dense)
-            for here, module in with_tied([name], embedding, tied_linears(modules.items(), dense)).items():
-                model.set_submodule(here, module)
-        elif may_be_low_bit(dense):
-            model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
-        elif place is not None and place.expert is not None:
-            experts.setdefault(place.owner, {}).setdefault(place.matrix, {})[place.expert] = spec
-        else:
-            raise CheckpointError(f"{name} is low-bit in the checkpoint, and no linear layer or embedding of the model")
-    for name, found in experts.items():
-        _check_complete(name, found, count_of(modules[name]))
-        model.set_submodule(name, LowbitExperts.empty_like(modules[name], [found[m] for m in MATRICES], "meta"))
+    fused = dict(low_bit_layers(model))
+    place_empty(model, placed({name: name for name in specs if name not in fused}, modules, "the checkpoint"), specs)
 
 
-def _check_complete(name: str, found: Mapping[str, Mapping[int, MatmulSpec]], count: int) -> None:
-    """Raise CheckpointError unless a checkpoint has both matrices of so many experts."""
-    for matrix, short in LISTS.items():
-        have = found.get(matrix, {})
-        if wrong := have.keys() ^ set(range(count)):
-            said = "has" if min(wrong) in have else "lacks"
-            raise CheckpointError(f"the checkpoint {said} {name}.{short}.{min(wrong)}; the model has {count} experts")
+def place_empty(model: nn.Module, placement: Placement, specs: Mapping[str, MatmulSpec]) -> None:
+    """Put empty low-bit modules into a model. specs: what they are, by the names that a placement has for layers."""
+    modules = dict(model.named_modules())
+    for name, layer in placement.linears.items():
+        model.set_submodule(name, LowbitLinear.empty(specs[layer], "meta"))
+    for name, layer in placement.embeddings.items():
+        dense = cast(nn.Embedding, modules[name])
+        embedding = LowbitEmbedding.empty(specs[layer], "meta").in_place_of(dense)
+        for here, module in with_tied([name], embedding, tied_linears(modules.items(), dense)).items():
+            model.set_submodule(here, module)
+    for name, places in placement.experts.items():
+        found = {(place.matrix, place.expert): specs[layer] for place, layer in places.items()}
+        each = [{i: _of_expert(found, matrix, i) for i in range(count_of(modules[name]))} for matrix in MATRICES]
+        model.set_submodule(name, LowbitExperts.empty_like(modules[name], each, "meta"))
+
+
+def _of_expert(found: Mapping[tuple[str, int | None], MatmulSpec], matrix: str, expert: int) -> MatmulSpec:
+    """Returns the spec of a matrix of an expert, of which there may be one for all."""
+    return found[matrix, expert if (matrix, expert) in found else None]
 
 
 def start_no_fused(model: nn.Module) -> None:
@@ -165,19 +143,16 @@ def start_no_fused(model: nn.Module) -> None:
             module._is_hf_initialized = True  # type: ignore[assignment]
 
 
-def fit_lengths(model: nn.Module, files: Sequence[str]) -> None:
+def fit_lengths(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give empty layers buffers as long as files have them, where the values decide the length: outliers."""
     layers = dict(low_bit_layers(model))
     free = {name: [slot.name for slot in layer.spec.tensors if min(slot.shape) < 0] for name, layer in layers.items()}
-    for path in files if any(free.values()) else ():
-        with safe_open(path, framework="pt") as file:
-            keys: list[str] = file.keys()
-            places = {key: key.rpartition(".") for key in keys}
-            names = Names(model, [name for name, _, _ in places.values()])
-            for key, (name, _, buffer) in places.items():
-                if buffer in free.get(names.module(name), ()):
-                    layer, shape = layers[names.module(name)], file.get_slice(key).get_shape()
-                    setattr(layer, buffer, torch.empty(shape, dtype=getattr(layer, buffer).dtype, device="meta"))
+    names = Names(model)
+    for key in checkpoint.tensors if any(free.values()) else ():
+        name, _, buffer = key.rpartition(".")
+        if buffer in free.get(here := names.module(name), ()):
+            layer, shape = layers[here], checkpoint.tensors.shape(key)
+            setattr(layer, buffer, torch.empty(shape, dtype=getattr(layer, buffer).dtype, device="meta"))
 
 
 def low_bit_layers(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:

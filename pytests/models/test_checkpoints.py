@@ -300,10 +300,10 @@ def test_models_of_other_shapes() -> None:
     folder, layer = FIXTURES / "gptq-4", "model.layers.0.mlp.up_proj"
     unchanged(linear_model(32, 64), folder, f"{layer} is 32 x 128 with a bias, but 32 x 64 with a bias in the model")
     unchanged(linear_model(32, 128, bias=False), folder, "with a bias, but 32 x 128 with no bias in the model")
-    unchanged(nn.Linear(2, 2), folder, f"'{layer}' is quantized, but the model has no such layer")
+    unchanged(nn.Linear(2, 2), folder, f"{layer} is quantized, but the model has no such layer")
     model = linear_model(32, 128)
     model.set_submodule(layer, nn.Conv1d(2, 2, 1))
-    unchanged(model, folder, "is quantized, but Conv1d in the model")
+    unchanged(model, folder, "is quantized, but it is a Conv1d in the model")
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,24 @@ def test_experts_of_some_layers_are_dense(tmp_path: Path) -> None:
     assert not isinstance(layers[0].mlp.experts, LowbitExperts) and isinstance(layers[1].mlp.experts, LowbitExperts)
     expected = torch.cat([dense[f"{first}2.{leaf}_proj"] for leaf in ("gate", "up")]).bfloat16()
     assert torch.equal(layers[0].mlp.experts.gate_up_proj[2], expected)
+    assert torch.equal(logits(by_lowbit(tmp_path, "qwen3-moe")), logits(by_transformers(tmp_path)))
+    edit(tmp_path, lambda state: {key: t for key, t in state.items() if key != f"{first}1.up_proj.weight"})
+    with pytest.raises(CheckpointError, match=f"{first}.* and others can't be converted"):
+        by_lowbit(tmp_path, "qwen3-moe")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dense_experts_are_read_under_the_names_of_files(name: str, tmp_path: Path) -> None:
+    """A model that is all dense, and one of which lowbit quantized all but the experts."""
+    torch.manual_seed(0)
+    dense = transformers.AutoModelForCausalLM.from_config(MODELS[name]())
+    dense.save_pretrained(tmp_path / "dense")
+    assert any(".experts.2." in key for key in load_file(tmp_path / "dense" / "model.safetensors"))
+    assert torch.equal(logits(by_lowbit(tmp_path / "dense", name)), logits(dense))
+    config = LowbitConfig("u4", group_size=32, modules={"*experts*": None}, per_row_if_indivisible=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    model.save_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(by_lowbit(tmp_path / "ours", name)), logits(model))
 
 
 def test_a_layer_that_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lowbit
-from lowbit import CheckpointError, LowbitConfig, LowbitExperts, LowbitLinear, SpecError
+from lowbit import CheckpointError, LowbitConfig, LowbitEmbedding, LowbitExperts, LowbitLinear, SpecError
+from lowbit.pylib.nn.embedding import TiedLinear
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,7 +89,7 @@ def test_imported_without_loss_and_saved_as_our_own(name: str, tmp_path: Path) -
     ("change", "message"),
     [
         ({"mlp_bias": False}, f"{MODULE}: it is 32 x 128 with a bias in the checkpoint, but 32 x 128 with no bias"),
-        ({"num_hidden_layers": 0}, f"{MODULE} is quantized in the checkpoint, and no linear layer"),
+        ({"num_hidden_layers": 0}, f"{MODULE} is quantized, but the model has no such layer"),
     ],
 )
 def test_model_that_does_not_fit(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -174,12 +175,60 @@ def test_codes_are_not_taken_for_weights(tmp_path: Path) -> None:
     path = llama("fp8-block", tmp_path)
     about = json.loads((path / "config.json").read_text())
     del about["quantization_config"]
-    for written in ({"quantization_config": {"quant_method": "modelopt"}}, {}):
-        (path / "config.json").write_text(json.dumps(about | written))
+    (path / "config.json").write_text(json.dumps(about))
+    for config in (LowbitConfig("u4", None), LowbitConfig(from_checkpoint=True)):
         with pytest.raises(CheckpointError, match=rf"{MODULE}.weight is F8_E4M3: it is quantized already"):
-            loaded(path, quantization_config=LowbitConfig("u4", None))
-        with pytest.raises(SpecError, match="names a library that transformers does not know"):
-            loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+            loaded(path, quantization_config=config)
+    (path / "config.json").write_text(json.dumps(about | {"quantization_config": {"quant_method": "exl9"}}))
+    with pytest.raises(SpecError, match="the checkpoint is quantized already, by exl9: name the dense model"):
+        loaded(path, quantization_config=LowbitConfig("u4", None))
+    with pytest.raises(CheckpointError, match=r"config.json: quant_method='exl9' can't be imported; what can is"):
+        loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+
+
+PLACES: dict[str, Any] = {
+    "a part": lambda entries: {"llm_config": {"quantization_config": entries}},
+    "a part of a part": lambda entries: {"thinker_config": {"llm_config": {"quantization_config": entries}}},
+    "two parts": lambda entries: {name: {"quantization_config": entries} for name in ("llm_config", "audio_config")},
+    "quant_config.json": lambda entries: {},
+    "quantize_config.json": lambda entries: {},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_description_in_another_place(place: str, tmp_path: Path) -> None:
+    """config.json may describe the parts of a model, and libraries have files of their own."""
+    name = "gptq-4" if place == "quantize_config.json" else "awq"
+    path = llama(name, tmp_path)
+    about = json.loads((path / "config.json").read_text())
+    entries = about.pop("quantization_config")
+    (path / "config.json").write_text(json.dumps(about | PLACES[place](entries)))
+    if place == "quant_config.json":  # as AWQ had it at first
+        del entries["quant_method"]
+        early = {"w_bit": entries.pop("bits"), "q_group_size": entries.pop("group_size"), **entries}
+        (path / place).write_text(json.dumps(early))
+    elif place == "quantize_config.json":
+        (path / place).write_text(json.dumps(entries))
+    expected = lowbit.open_checkpoint(FIXTURES / name).load(MODULE, "bf16").dequantize()
+    assert torch.equal(lowbit.open_checkpoint(path).load(MODULE, "bf16").dequantize(), expected)
+    model = loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    assert torch.equal(model.get_submodule(MODULE).packed.dequantize(), expected)
+    empty = transformers.LlamaForCausalLM(model.config)
+    lowbit.load_checkpoint(empty, path, act="bf16")
+    assert torch.equal(empty.get_submodule(MODULE).packed.dequantize(), expected)
+    with pytest.raises(SpecError, match="quantized already, by"):
+        loaded(path, quantization_config=LowbitConfig("u4", None))
+    model.save_pretrained(path / "ours")
+    saved = (path / "ours" / "config.json").read_text()
+    assert json.loads(saved)["quantization_config"]["quant_method"] == "lowbit" and saved.count("quant_method") == 1
+
+
+def test_descriptions_that_differ(tmp_path: Path) -> None:
+    path = llama("awq", tmp_path)
+    parts = {name: {"quantization_config": {"quant_method": name}} for name in ("a_config", "b_config")}
+    (path / "config.json").write_text(json.dumps(parts))
+    with pytest.raises(CheckpointError, match=r"config.json has several quantization_configs that differ"):
+        lowbit.open_checkpoint(path)
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
@@ -220,3 +269,58 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     given = logits(model)
     model.save_pretrained(tmp_path / "ours")
     assert given.isfinite().all() and torch.equal(logits(loaded(tmp_path / "ours")), given)
+
+
+def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes of 8 bits with a scale for each row."""
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    return (weight.float() / scales).round().to(torch.int8), scales
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_quantized_embeddings(is_tied: bool, tmp_path: Path) -> None:
+    """Both ways of loading read an embedding that another library quantized, and a head that is tied to it."""
+    path = llama("ct-int8", tmp_path)
+    state, embedding = load_file(path / "model.safetensors"), "model.embed_tokens"
+    codes, scales = int8(state.pop(f"{embedding}.weight"))
+    state |= {f"{embedding}.weight": codes, f"{embedding}.weight_scale": scales.bfloat16()}
+    if is_tied:
+        del state["lm_head.weight"]
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    about = json.loads((path / "config.json").read_text())
+    group = about["quantization_config"]["config_groups"]["group_0"]
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    about["quantization_config"]["config_groups"]["1"] = {**group, "targets": ["Embedding"], "weights": weights}
+    (path / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": is_tied}))
+    model = loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    assert isinstance(model.model.embed_tokens, LowbitEmbedding)
+    expected = codes.float() * scales.bfloat16().float()
+    assert torch.equal(model.model.embed_tokens.packed.dequantize(), expected)
+    assert isinstance(model.lm_head, TiedLinear) == is_tied
+    with torch.device("meta"):
+        empty = empty_like(model)
+    lowbit.load_checkpoint(empty, path, act="bf16")
+    given = logits(model)
+    assert given.isfinite().all() and torch.equal(logits(empty), given)
+    model.save_pretrained(path / "ours")
+    assert torch.equal(logits(loaded(path / "ours")), given)
+
+
+def empty_like(model: Any) -> Any:
+    """Returns a dense model of the same sizes."""
+    entries = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    config = type(model.config)(**entries)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def test_scales_of_caches_and_activations_are_left_out(tmp_path: Path) -> None:
+    """They are none of the model's, and of 8-bit activations, which stay in 16 bits."""
+    path = llama("fp8-block", tmp_path)
+    state, layer = load_file(path / "model.safetensors"), "model.layers.0"
+    extra = (f"{layer}.self_attn.k_scale", f"{layer}.self_attn.v_scale", f"{MODULE}.activation_scale")
+    state |= {name: torch.ones(()) for name in extra} | {f"{layer}.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    model = loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    empty = empty_like(model)
+    lowbit.load_checkpoint(empty, path, act="bf16")
+    assert torch.equal(empty.get_submodule(MODULE).packed.dequantize(), model.get_submodule(MODULE).packed.dequantize())

@@ -40,8 +40,8 @@ Info = tuple[str, tuple[int, ...], int, int]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: `shape` as torch has it, the number of its type, and where its bytes begin in `data`, which are all of the
-    file `path`."""
+    """A tensor: `shape` as torch has it, the number of its type, and where its bytes begin in `data`, which are all of
+    the file `path`."""
 
     shape: tuple[int, ...]
     kind: int
