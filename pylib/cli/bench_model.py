@@ -20,7 +20,7 @@ MOST_TOKENS = 1 << 20  # of a prompt, and sequences of a batch
 
 
 def bench_model(
-    model: Annotated[str, typer.Argument(help="tiny, llama-3.1-8b, qwen2.5-32b ..., or a folder with a config.json.")],
+    model: Annotated[str, typer.Argument(help="tiny, llama-3.1-8b, qwen3-30b-a3b ..., or a folder with config.json.")],
     weights: Annotated[str, typer.Option("--weight", "-w", help="Formats: bf16, u4, u4:f8e4m3 ...")] = "bf16,u4",
     group_size: Annotated[
         int,
@@ -54,6 +54,8 @@ def bench_model(
       lowbit bench-model qwen2.5-32b -w bf16,u8,f6e3m2,u4,u2 --split
 
       lowbit bench-model llama-3.1-8b -w bf16,u4,u4:f8e4m3 --prefill 128,8192
+
+      lowbit bench-model qwen3-30b-a3b --layers 8 --batch 1,16 --prefill 512,4096
 
       lowbit bench-model tiny --no-compile --device cpu --json
     """

@@ -17,8 +17,11 @@ GROUPED, CAUSAL = "lowbit_grouped", "lowbit_causal"
 """Names of the two kinds of attention for transformers (`config._attn_implementation`)."""
 
 
-def attention_for(config: Any, tokens: int, context: int) -> str:
-    """Returns the name, known to transformers, of the attention of a model for `tokens` after `context` of them."""
+def attention_for(config: Any, tokens: int, context: int, sinks: bool = False) -> str:
+    """Returns the name, known to transformers, of the attention of a model for `tokens` after `context` of them.
+
+    sinks   whether heads have a sink, which torch's attention does not know
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -26,7 +29,7 @@ def attention_for(config: Any, tokens: int, context: int) -> str:
     AttentionMaskInterface.register(GROUPED, sdpa_mask)  # type: ignore[arg-type]
     AttentionInterface.register(CAUSAL, causal_attention)  # type: ignore[arg-type]
     AttentionMaskInterface.register(CAUSAL, _no_mask)  # type: ignore[arg-type]
-    if tokens == 1 or getattr(config.get_text_config(), "attn_logit_softcapping", None):
+    if tokens == 1 or sinks or getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return GROUPED
     return CAUSAL if context == 0 and _attends_to_all(config) else "sdpa"
 
@@ -69,6 +72,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Returns what attention gives [batch, tokens, heads, size], as transformers calls it.
 
+    module           may have `sinks` [heads], as in gpt-oss: scores of a token whose value is 0
     query            [batch, heads, tokens, size]
     key, value       [batch, heads / groups, length, size]
     attention_mask   [batch, 1, tokens, length]: True, or 0, where a token may look; None: everywhere
@@ -84,5 +88,9 @@ def grouped_attention(
     if attention_mask is not None:
         mask = attention_mask[:, :, None]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-    weights = scores.softmax(-1).to(query.dtype).view(batch, sharing, -1, key.shape[2])
+    sinks = getattr(module, "sinks", None)
+    if isinstance(sinks, Tensor):
+        column = sinks.float().view(sharing, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(query.dtype).reshape(batch, sharing, -1, key.shape[2])
     return (weights @ value).view(batch, heads, tokens, size).transpose(1, 2), None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.tune.model_shapes import find_model, known_models
+from lowbit.pylib.tune.model_shapes import MIXTURES, MODELS, MixtureShape, ModelShape, find, known_models
 
 LONGEST = 32768  # tokens that a model made by name can take
 
@@ -22,13 +22,16 @@ def model_config(name: str, layers: int | None = None) -> Any:
         from transformers import AutoConfig
     except ImportError:
         raise SpecError("bench-model runs models of transformers: pip install 'transformers>=5.17'") from None
-    shape = find_model(name)
+    named: dict[str, ModelShape | MixtureShape] = {**MODELS, **MIXTURES}
+    shape = find(name, named)
     if shape is not None:
         made: Any = AutoConfig.for_model(shape.model_type, **shape.config, max_position_embeddings=LONGEST)
     elif (Path(name) / "config.json").is_file():
         made = AutoConfig.from_pretrained(name, local_files_only=True)
     else:
-        raise SpecError(f"model {name!r} must be a folder with a config.json, or one of {known_models(name)}")
+        raise SpecError(f"model {name!r} must be a folder with a config.json, or one of {known_models(name, named)}")
     if layers is not None:
         made.num_hidden_layers = layers
+        if kinds := getattr(made, "layer_types", None):
+            made.layer_types = kinds[:layers]
     return made

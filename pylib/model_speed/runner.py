@@ -55,7 +55,8 @@ class Runner:
 
         self.step = step
         config: Any = model.config
-        config._attn_implementation = attention_for(config, step.tokens, step.context)
+        has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+        config._attn_implementation = attention_for(config, step.tokens, step.context, has_sinks)
         self.device = next(model.parameters()).device
         self._cache: Any = StaticCache(config=config, max_cache_len=step.capacity)
         size = (step.batch, step.tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import did_you_mean
@@ -56,6 +57,41 @@ class ModelShape:
         }
 
 
+@dataclass(frozen=True)
+class MixtureShape:
+    """A transformer whose feed-forward networks are mixtures of experts. Fields that it shares with ModelShape mean the
+    same.
+
+    experts   of a layer; top_k of a token
+    width     numbers in the middle of an expert
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    experts: int
+    top_k: int
+    width: int
+    layers: int
+    vocabulary: int
+    model_type: str
+
+    @property
+    def config(self) -> dict[str, int]:
+        """Returns the sizes by the names that a configuration of transformers gives them."""
+        dense = ModelShape(
+            self.hidden, self.heads, self.kv_heads, self.head, self.width, self.layers, self.vocabulary
+        ).config
+        names = ("num_experts", "num_local_experts")
+        return {
+            **dense,
+            **dict.fromkeys(names, self.experts),
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.width,
+        }
+
+
 MODELS: Mapping[str, ModelShape] = {
     "Llama-2-7B": ModelShape(4096, 32, 32, 128, 11008, layers=32, vocabulary=32000),
     "Llama-3.1-8B": ModelShape(4096, 32, 8, 128, 14336, layers=32, vocabulary=128256),
@@ -66,15 +102,30 @@ MODELS: Mapping[str, ModelShape] = {
     "tiny": ModelShape(128, 4, 2, 32, 256, layers=2, vocabulary=256),  # to try things out
 }
 
+MIXTURES: Mapping[str, MixtureShape] = {
+    "Qwen3-30B-A3B": MixtureShape(2048, 32, 4, 128, 128, 8, 768, 48, vocabulary=151936, model_type="qwen3_moe"),
+    "gpt-oss-20b": MixtureShape(2880, 64, 8, 64, 32, 4, 2880, 24, vocabulary=201088, model_type="gpt_oss"),
+    "Mixtral-8x7B": MixtureShape(4096, 32, 8, 128, 8, 2, 14336, 32, vocabulary=32000, model_type="mixtral"),
+    "tiny-moe": MixtureShape(128, 4, 2, 32, 4, 2, 64, 2, vocabulary=256, model_type="qwen3_moe"),
+}
+"""Models with experts, whose matmuls `lowbit tune` does not know."""
+
+_Shape = TypeVar("_Shape")
+
 
 def find_model(name: str) -> ModelShape | None:
-    """Returns the model of this name, in any case; None for an unknown one."""
-    return next((shape for known, shape in MODELS.items() if known.lower() == name.lower()), None)
+    """Returns the dense model of this name, in any case; None for an unknown one."""
+    return find(name, MODELS)
 
 
-def known_models(name: str) -> str:
+def find(name: str, models: Mapping[str, _Shape]) -> _Shape | None:
+    """Returns which of some models has this name, in any case; None for an unknown one."""
+    return next((shape for known, shape in models.items() if known.lower() == name.lower()), None)
+
+
+def known_models(name: str, models: Iterable[str] = MODELS) -> str:
     """Returns what an error about an unknown name says: the names there are, and the nearest."""
-    return ", ".join(MODELS) + did_you_mean(name, MODELS)
+    return ", ".join(models) + did_you_mean(name, models)
 
 
 def linear_sizes(names: Iterable[str]) -> list[tuple[int, int]]:

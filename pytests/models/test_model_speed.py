@@ -29,8 +29,9 @@ from lowbit.pylib.model_speed.random_model import check_memory, random_model
 from lowbit.pylib.model_speed.runner import Runner, Step, cache_argument
 from lowbit.pylib.model_speed.split import kind_of
 from lowbit.pylib.model_speed.table import aligned, speedup, split_table, table
+from lowbit.pylib.nn.dense_experts import specs_of_experts
 from lowbit.pylib.runtime.devices import available_memory
-from lowbit.pylib.tune.model_shapes import MODELS
+from lowbit.pylib.tune.model_shapes import MIXTURES, MODELS
 
 transformers = pytest.importorskip("transformers")
 U4 = QuantConfig("u4", group_size=64, method="rtn")
@@ -60,6 +61,27 @@ def test_experts_are_made_packed() -> None:
     model = random_model(config, U4, "cpu")
     assert isinstance(model.model.layers[0].mlp.experts, LowbitExperts)  # type: ignore[union-attr, index]
     assert model(torch.arange(5)[None]).logits.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])
+def test_mixtures_have_names(name: str) -> None:
+    """Their sizes are those that the names tell of."""
+    config = model_config(name, layers=1)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    layer, outside = (sum(p.numel() for p in m.parameters()) for m in (model.model.layers[0], model))
+    whole = (outside + (model_config(name).num_hidden_layers - 1) * layer) / 1e9
+    assert abs(whole - {"qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9, "mixtral-8x7b": 46.7}[name]) < 0.1
+    experts = model.model.layers[0].mlp.experts
+    gate_up, down = specs_of_experts(experts, U4, "bf16")
+    assert gate_up.n == 2 * down.k and gate_up.k == down.n == config.hidden_size
+
+
+@torch.no_grad()
+def test_mixtures_are_measured() -> None:
+    found = list(measure(model_config("tiny-moe", layers=1), [None, U4], [Step(2, 1, 4), Step(1, 8)], EAGER))
+    assert [(each.weight, each.tokens) for each in found] == [("bf16", 1), ("bf16", 8), ("u4", 1), ("u4", 8)]
 
 
 @torch.no_grad()
@@ -110,6 +132,7 @@ def test_attention_fits_the_model() -> None:
     llama, windows = model_config("tiny"), transformers.Gemma3TextConfig(num_hidden_layers=2)
     assert attention_for(llama, tokens=1, context=8) == GROUPED
     assert attention_for(llama, tokens=8, context=0) == CAUSAL
+    assert attention_for(llama, tokens=8, context=0, sinks=True) == GROUPED
     assert attention_for(llama, tokens=8, context=8) == attention_for(windows, tokens=8, context=0) == "sdpa"
 
 
@@ -118,7 +141,17 @@ def test_attention_fits_the_model() -> None:
 def test_attention_is_that_of_gemma(step: Step) -> None:
     """Every other layer looks through a window, and scores are capped."""
     sizes = MODELS["tiny"].config | {"sliding_window": 4, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1}
-    config = transformers.Gemma2Config(**sizes)
+    assert_attention_is_eager(transformers.Gemma2Config(**sizes), step)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("step", [Step(1, 9), Step(1, 1, context=9)])
+def test_attention_is_that_of_gpt_oss(step: Step) -> None:
+    """Every other layer looks through a window, and heads have sinks."""
+    assert_attention_is_eager(transformers.GptOssConfig(**MIXTURES["tiny-moe"].config, sliding_window=4), step)
+
+
+def assert_attention_is_eager(config: transformers.PreTrainedConfig, step: Step) -> None:
     torch.manual_seed(0)
     model = random_model(config, None, "cpu").float()
     ids = torch.randint(0, 256, (1, 10))
