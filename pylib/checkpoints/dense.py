@@ -68,10 +68,9 @@ class Dense:
         found: dict[str, _Source] = {}
         left_over: list[str] = []
         for name in given:
-            target, pattern, conversion = self._conversion(name)
-            targets = [target] if conversion is None else _targets(target, conversion)
-            if any(one in self.wanted for one in targets):
-                found.setdefault(target, _Source(targets, conversion)).parts.append((pattern, name))
+            targets, pattern, conversion = self._conversion(name)
+            if any(target in self.wanted for target in targets):
+                found.setdefault(targets[0], _Source(targets, conversion)).parts.append((pattern, name))
             elif not self._may_be_left(name):
                 left_over.append(name)
         if left_over:
@@ -79,10 +78,10 @@ class Dense:
             raise CheckpointError(f"{has}, which the model has not; ignore= leaves tensors out")
         return list(found.values())
 
-    def _conversion(self, name: str) -> tuple[str, str, Any]:
+    def _conversion(self, name: str) -> tuple[list[str], str, Any]:
         """Returns how a tensor is converted; as it is, if the model has one of this name."""
         here = self.names.tensor(name)
-        return (here, "", None) if here in self.wanted else self.names.conversion(name)
+        return ([here], "", None) if here in self.wanted else self.names.conversion(name)
 
     def _may_be_left(self, name: str) -> bool:
         """Tells whether a tensor is one that transformers leaves out, or is of another library's 8-bit activations."""
@@ -128,12 +127,6 @@ class Dense:
             raise CheckpointError(f"{path}: {name} is {given}, but {needed} in the model")
         moved = t.to(self.device or home(old))
         return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
-
-
-def _targets(first: str, conversion: Any) -> list[str]:
-    """Returns the names of all tensors that a conversion makes, of which the first is known."""
-    patterns: list[str] = conversion.target_patterns
-    return [first.replace(patterns[0], pattern, 1) for pattern in patterns]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

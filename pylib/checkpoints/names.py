@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -52,16 +53,22 @@ class Names:
         """Returns what a tensor of the checkpoint is called in the model."""
         return self._placed(self.renamed(name))
 
-    def conversion(self, name: str) -> tuple[str, str, Any]:
+    def conversion(self, name: str) -> tuple[list[str], str, Any]:
         """Returns how transformers converts a dense tensor of the checkpoint, of which it makes a part of another, or
-        several: the name of the first that is made of it, the pattern that its own name matches, and the conversion.
-        Without one, the name in the model, "" and None."""
+        several: the names of what is made of it, the pattern that its own name matches, and the conversion. Without
+        one, the name in the model, "" and None."""
         renamed = self.renamed(name)
         for converter in self._converters:
             target, pattern = converter.rename_source_key(renamed)
             if pattern is not None:
-                return self._placed(target), pattern, converter
-        return self._placed(renamed), "", None
+                first, *others = converter.target_patterns
+                made = [target, *(target.replace(first, other, 1) for other in others)]
+                return [self._placed(one) for one in made], pattern, converter
+        return [self._placed(renamed)], "", None
+
+    def made_of(self, tensors: Iterable[str]) -> set[str]:
+        """Returns the names of the tensors of a model that tensors of a checkpoint are, or become."""
+        return {made for name in tensors for made in (self.tensor(name), *self.conversion(name)[0])}
 
     def module(self, name: str) -> str:
         """Returns what a module of the checkpoint is called in the model."""

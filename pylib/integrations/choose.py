@@ -7,7 +7,7 @@ kinds that are kept in f32, and names that the user gave. Here they meet the rul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,10 +25,11 @@ from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, is_known
 from lowbit.pylib.nn.why_dense import Reason
 
 
-def wishes(config: LowbitConfig, model: Any, kept: Iterable[str]) -> Wishes:
+def wishes(config: LowbitConfig, model: Any, kept: Iterable[str], absent: Collection[str] = ()) -> Wishes:
     """Returns the configuration as `lowbit.quantize_` understands it. Raises SpecError for a name of no module.
 
-    kept   names of modules that transformers leaves dense by itself
+    kept     names of modules that transformers leaves dense by itself
+    absent   names of modules that the checkpoint has not
     """
     skipped = config.modules_to_not_convert or []
     check_names(skipped, [name for name, _ in model.named_modules()])
@@ -38,17 +39,18 @@ def wishes(config: LowbitConfig, model: Any, kept: Iterable[str]) -> Wishes:
         kept -= {name for name, module in model.named_modules() if module is outputs} - tied
     if config.embeddings:
         kept -= tied
-    return wishes_without(config, [*skipped, *map(re.escape, kept)])
+    return wishes_without(config, [*skipped, *map(re.escape, kept)], absent)
 
 
-def wishes_without(config: LowbitConfig, patterns: list[str]) -> Wishes:
+def wishes_without(config: LowbitConfig, patterns: list[str], absent: Collection[str] = ()) -> Wishes:
     """Returns the configuration as `lowbit.quantize_` understands it, with modules that stay dense.
 
     patterns   of transformers: a module of this name, and those within
+    absent     names of single modules
     """
 
     def wanted(name: str, _: nn.Module) -> bool:
-        return should_convert_module(name, patterns)
+        return name not in absent and should_convert_module(name, patterns)
 
     return Wishes(
         config.configs,

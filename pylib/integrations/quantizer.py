@@ -14,7 +14,7 @@ what it is; that is compared with config.json before anything is loaded, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from transformers.utils import logging
 from lowbit.dialect.errors import CheckpointError, LowbitError, PackError, QuantizeError, SpecError
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.checkpoints.description import model_config, quantization_config
+from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.integrations.choose import empty_module, mostly_dense, reason_in_config, wishes
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.dequantize import dequantize_model
@@ -55,9 +56,13 @@ from lowbit.pylib.integrations.saved import (
     untie,
 )
 from lowbit.pylib.nn.fuse import FusedLayers, fuse_, place_fused
-from lowbit.pylib.nn.plan import naming, plan
+from lowbit.pylib.nn.linear_like import may_be_low_bit
+from lowbit.pylib.nn.plan import EXCLUDED, naming, plan
 from lowbit.pylib.nn.replace import replace_planned
 from lowbit.pylib.nn.why_dense import Reason
+
+ABSENT = Reason("the checkpoint has no such layer; it is initialized anew")
+SAVED_DENSE = Reason("dense in the checkpoint")
 
 logger = logging.get_logger(__name__)
 
@@ -171,10 +176,12 @@ class LowbitQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self._choose_scales(model)
         kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-        modules = plan(model, wishes(self.config, model, kept))
+        left = {} if checkpoint is None else self._left_dense(model, checkpoint)
+        modules = plan(model, wishes(self.config, model, kept, left))
         planned = [entry for entry in modules if entry.config is not None]
         dense = [entry for entry in modules if entry.reason]
         self.reasons = {entry.names[0]: reason_in_config(self.config, model, entry) for entry in dense}
+        self.reasons |= {e.names[0]: left[e.names[0]] for e in dense if e.reason == EXCLUDED and e.names[0] in left}
         self.asked = {entry.names[0]: entry.asked for entry in planned if entry.asked}
         if warning := mostly_dense(modules):
             logger.warning_once(warning)
@@ -188,11 +195,30 @@ class LowbitQuantizer(HfQuantizer):
             replace_planned(model, entry, module)
             if not self.pre_quantized:
                 self.targets |= attach_dense(entry, module)
+        if not self.pre_quantized and checkpoint is not None:
+            given = Names(model).made_of(checkpoint.tensors)
+            self._check_given(given | model.all_tied_weights_keys.keys())
         if self.pre_quantized and checkpoint is not None:
             place_fused(model, saved)
             multiply_as_saved(model, saved)
             compare(model, saved)
             fit_lengths(model, checkpoint)
+
+    def _left_dense(self, model: Any, checkpoint: Checkpoint) -> dict[str, Reason]:
+        """Returns the modules of which the files have nothing, such as the head of a classifier that is to be trained,
+        and linear layers that lowbit's own files have dense, as such a head after it was saved, with the reasons.
+
+        transformers gives the former a random start. What a saved model has fused is neither.
+        """
+        names, modules = Names(model), dict(model.named_modules())
+        paths = [name.split(".") for name in (*names.made_of(checkpoint.tensors), *model.all_tied_weights_keys)]
+        absent = modules.keys() - {".".join(path[:count]) for path in paths for count in range(1, len(path))}
+        if not self.pre_quantized:
+            return dict.fromkeys(absent, ABSENT)
+        dense = {names.tensor(name).removesuffix(".weight") for name in checkpoint.dense if name.endswith(".weight")}
+        heads = {name for name in absent if name.rpartition(".")[0] in absent}
+        linears = {name for name in dense if may_be_low_bit(modules.get(name))}
+        return {**dict.fromkeys(linears, SAVED_DENSE), **dict.fromkeys(heads, ABSENT)}
 
     def _choose_scales(self, model: Any) -> None:
         """Let config.json say which type the scales have that are made now."""
@@ -263,9 +289,7 @@ class LowbitQuantizer(HfQuantizer):
         """Check what was loaded. Raises an error that names the module."""
         if self.error is not None:
             raise self.error
-        for name, target in self.targets.items():
-            if target.pending:
-                raise QuantizeError(f"{name}: the checkpoint has no such tensor")
+        self._check_given({name for name, target in self.targets.items() if not target.pending})
         if self.config.fuse and not self.pre_quantized:
             self.fused = fuse_(model)
             self.asked |= {
@@ -283,6 +307,12 @@ class LowbitQuantizer(HfQuantizer):
                 layer.check()
         split(model)
         return model
+
+    def _check_given(self, names: Collection[str]) -> None:
+        """Raise QuantizeError for a tensor that is to be quantized and is none of these."""
+        for name in self.targets:
+            if name not in names:
+                raise QuantizeError(f"{name}: the checkpoint has no such tensor")
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dequantize_model(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)  # text: of config.json
