@@ -55,6 +55,38 @@ class UnquantizedEmbeddingMethod(_Unquantized):
     pass
 
 
+class FusedMoEMethodBase(QuantizeMethodBase):
+    def __init__(self, moe: Any) -> None:
+        super().__init__()
+        self.moe = moe
+
+
+class RoutedExperts(nn.Module):
+    """Experts as vLLM makes them, of one process or of several, before they have a method."""
+
+    def __init__(
+        self, experts: int, hidden: int, inner: int, activation: str = "silu", rank: int = 0, count: int = 1
+    ) -> None:
+        super().__init__()
+        self.sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size_per_partition": inner // count}
+        parallel = SimpleNamespace(use_all2all_kernels=False)
+        self.moe_config = SimpleNamespace(moe_parallel_config=parallel, has_bias=False, tp_rank=rank, tp_size=count)
+        self.activation, self.apply_router_weight_on_input, self.expert_map = activation, False, None
+        self.swiglu_limit: float | None = None
+
+    def take(self, method: Any) -> None:
+        """Takes a method, which creates its parameters."""
+        self.quant_method = method
+        method.create_weights(layer=self, **self.sizes, params_dtype=torch.bfloat16, weight_loader=load_whole)
+
+    def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
+        return expert if self.expert_map is None else int(self.expert_map[expert])
+
+    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        chosen = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+        return self.quant_method.apply(layer=self, x=x, **chosen, shared_experts=None, shared_experts_input=None)
+
+
 class Linear(nn.Module):
     """A layer as vLLM makes it, of one process or of several."""
 
@@ -130,6 +162,7 @@ def _modules() -> dict[str, dict[str, Any]]:
     return {
         "config": {"get_current_vllm_config": lambda: settings},
         "distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+        f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},
         f"{layers}.linear": {
             "LinearMethodBase": LinearMethodBase,
             "UnquantizedLinearMethod": UnquantizedLinearMethod,
@@ -143,8 +176,8 @@ def _modules() -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def installed() -> Iterator[ModuleType]:
-    """Yields lowbit's methods, made of these classes."""
-    mine = ("vllm.", f"{OURS}.methods", f"{OURS}.config", f"{OURS}.experts")
+    """Yields lowbit's methods, made of these classes; those of experts are `expert_methods` there."""
+    mine = ("vllm.", f"{OURS}.methods", f"{OURS}.config", f"{OURS}.expert_methods")
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name == "vllm" or name.startswith(mine)}
     try:
         for path, names in _modules().items():
@@ -152,7 +185,9 @@ def installed() -> Iterator[ModuleType]:
             for count in range(1, len(parts) + 1):
                 sys.modules.setdefault(".".join(parts[:count]), ModuleType(".".join(parts[:count])))
             vars(sys.modules[f"vllm.{path}"]).update(names)
-        yield import_module(f"{OURS}.methods")
+        methods = import_module(f"{OURS}.methods")
+        vars(methods)["expert_methods"] = import_module(f"{OURS}.expert_methods")
+        yield methods
     finally:
         for name in [name for name in sys.modules if name == "vllm" or name.startswith(mine)]:
             del sys.modules[name]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -23,10 +24,13 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, PackError, QuantConfig, SpecError
+from lowbit.pylib.integrations.vllm.experts import GATES, Experts, each_of, quantize_experts
 from lowbit.pylib.integrations.vllm.names import Names, Place
 from lowbit.pylib.integrations.vllm.rows import Rows, Share, Source, opened, quantize_rows, rows_of
 
 transformers = pytest.importorskip("transformers")
+
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
 from pytests.models import fake_vllm  # noqa: E402
 from pytests.models.vllm_answers import PROMPTS  # noqa: E402
@@ -314,6 +318,154 @@ def test_one_process_adds_the_bias_of_a_sum(rank: int, methods: Any) -> None:
     assert torch.equal(layer(zero)[0], expected.detach().bfloat16())
 
 
+# -- experts
+
+
+def dense_experts(seed: int = 0) -> Any:
+    """Returns transformers' experts with random weights."""
+    config = transformers.Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=4)
+    config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    experts = Qwen3MoeExperts(config).bfloat16()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return experts
+
+
+def chosen() -> tuple[Tensor, Tensor, Tensor]:
+    """Returns x, and experts of its tokens with their weights, as vLLM's router does."""
+    torch.manual_seed(5)
+    return torch.randn(6, 64).bfloat16(), torch.rand(6, 2), torch.randint(0, 4, (6, 2), dtype=torch.int32)
+
+
+@torch.no_grad()
+def lowbit_experts(experts: Any) -> Any:
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})})
+    lowbit.quantize_(model, U4, progress=False)
+    return model
+
+
+def saved_experts(folder: Path, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
+    """Saves low-bit experts; returns them, and their tensors by the names that vLLM's loader passes."""
+    model = lowbit_experts(dense_experts(seed))
+    lowbit.save_checkpoint(model, folder)
+    checkpoint = opened(folder)
+    return model["mlp"]["experts"], {name.removeprefix("mlp.experts."): t for name, t in checkpoint.tensors.items()}
+
+
+def close(y: Tensor, expected: Tensor) -> bool:
+    return float((y.float() - expected.float()).norm() / expected.float().norm()) < 0.01
+
+
+@torch.no_grad()
+def test_experts_are_quantized_when_they_have_come(methods: Any) -> None:
+    """As lowbit quantizes transformers' experts; other weights go to the same place."""
+    layer, (x, weights, ids) = fake_vllm.RoutedExperts(4, 64, 128), chosen()
+    layer.take(methods.expert_methods.OnLoadExperts("experts", layer, [U4, U4]))
+    assert layer.w13_weight.is_meta
+    made, held = fake_vllm.recorded(layer), 0
+    for seed, give in ((0, fake_vllm.load), (1, partial(fake_vllm.reload, made=made))):
+        dense = dense_experts(seed)
+        give(layer, tensors={"w13_weight": dense.gate_up_proj.data, "w2_weight": dense.down_proj.data})
+        expected = lowbit_experts(dense)["mlp"]["experts"](x, ids.long(), weights)
+        assert close(layer(x, weights, ids), expected)
+        assert not seed or layer.qweight.data_ptr() == held
+        held = layer.qweight.data_ptr()
+
+
+def load_experts(layer: Any, tensors: dict[str, Tensor]) -> None:
+    """As MoERunner.load_weights, which hands them on; the parameters have memory then."""
+    for name, parameter in list(layer._parameters.items()):
+        layer.register_parameter(name, fake_vllm._like(parameter, "cpu"))
+    list(layer.load_weights(tensors.items()))
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def saved_layer(methods: Any, folder: Path, **about: Any) -> Any:
+    layer, checkpoint = fake_vllm.RoutedExperts(4, 64, 128, **about), opened(folder)
+    specs = methods.expert_methods.specs_of_saved(checkpoint, checkpoint.modules)
+    layer.take(methods.expert_methods.SavedExperts("mlp.experts", layer, specs))
+    return layer
+
+
+@torch.no_grad()
+def test_saved_experts_take_other_weights_in_place(methods: Any, tmp_path: Path) -> None:
+    (first, old), (second, new) = (saved_experts(tmp_path / str(seed), seed) for seed in (0, 1))
+    layer, (x, weights, ids) = saved_layer(methods, tmp_path / "0"), chosen()
+    made = fake_vllm.recorded(layer)
+    load_experts(layer, old)
+    assert close(layer(x, weights, ids), first(x, ids.long(), weights))
+    held = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    fake_vllm._replace(layer, made)
+    delattr(layer, fake_vllm.PROCESSED)
+    load_experts(layer, new)
+    assert close(layer(x, weights, ids), second(x, ids.long(), weights))
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == held
+
+
+@torch.no_grad()
+def test_shares_of_experts(methods: Any, tmp_path: Path) -> None:
+    """Of two processes that have half of every expert, and of two that have half of the experts."""
+    model, tensors = saved_experts(tmp_path)
+    x, weights, ids = chosen()
+    expected, halves, others = model(x, ids.long(), weights), list[Tensor](), list[Tensor]()
+    for rank in (0, 1):
+        layer = saved_layer(methods, tmp_path, rank=rank, count=2)
+        load_experts(layer, tensors)
+        halves.append(layer(x, weights, ids).float())
+        layer = saved_layer(methods, tmp_path)
+        layer.expert_map = torch.tensor([0, 1, -1, -1] if rank == 0 else [-1, -1, 0, 1], dtype=torch.int32)
+        layer.sizes["num_experts"] = 2
+        layer._parameters.clear()
+        layer.take(methods.expert_methods.SavedExperts("mlp.experts", layer, layer.quant_method.specs))
+        load_experts(layer, tensors)
+        others.append(layer(x, weights, ids).float())
+    assert close(sum(halves), expected) and close(sum(others), expected)  # type: ignore[arg-type]
+    assert not close(halves[0], expected) and not close(others[0], expected)
+
+
+def test_experts_that_vllm_can_not_serve(methods: Any, tmp_path: Path) -> None:
+    _, tensors = saved_experts(tmp_path)
+    with pytest.raises(SpecError, match="the activation of these experts, relu2; leave experts dense"):
+        saved_layer(methods, tmp_path, activation="relu2")
+    layer = fake_vllm.RoutedExperts(4, 64, 128)
+    layer.swiglu_limit = 10.0
+    with pytest.raises(SpecError, match="experts, silu, swiglu_limit=10; leave experts dense"):
+        methods.expert_methods.OnLoadExperts("experts", layer, [U4, U4])
+    layer = saved_layer(methods, tmp_path)
+    with pytest.raises(CheckpointError, match=r"mlp\.experts: vLLM's loader has passed no down_codes of expert 3"):
+        load_experts(layer, {name: tensor for name, tensor in tensors.items() if name != "down.3.codes"})
+    layer = fake_vllm.RoutedExperts(4, 64, 128)
+    layer.moe_config.moe_parallel_config.use_all2all_kernels = True
+    with pytest.raises(SpecError, match="low-bit experts run with tensor parallelism"):
+        methods.expert_methods.OnLoadExperts("experts", layer, [U4, U4])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", GATES)
+def test_gates_and_biases_of_experts(activation: str) -> None:
+    """Each expert computes what docs/experts.md says, one by one here."""
+    torch.manual_seed(1)
+    gate, (x, weights, ids) = GATES[activation], chosen()
+    w13, w2, b13, b2 = (torch.randn(shape).bfloat16() * 0.2 for shape in ((4, 64, 64), (4, 64, 32), (4, 64), (4, 64)))
+    experts = Experts(quantize_experts(w13, b13, U4, gate), quantize_experts(w2, b2, U4))
+    plain = [[each.dequantize() for each in each_of(quantize_experts(w, None, U4))] for w in (w13, w2)]
+    expected = torch.zeros(6, 64)
+    for token in range(6):
+        for weight, expert in zip(weights[token], ids[token].tolist()):
+            h = plain[0][expert] @ x[token].float() + b13[expert].float()
+            g, u = (h[0::2], h[1::2]) if gate.pairs else h.chunk(2)
+            expected[token] += weight * (plain[1][expert] @ ACTIVATION[gate.epilogue](g, u) + b2[expert].float())
+    assert close(experts(x, ids, weights), expected)
+
+
+ACTIVATION: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu_mul": lambda g, u: nn.functional.silu(g) * u,
+    "gelu_mul": lambda g, u: nn.functional.gelu(g, approximate="tanh") * u,
+    "swiglu_oai": lambda g, u: (g := g.clamp(max=7)) * torch.sigmoid(1.702 * g) * (u.clamp(-7, 7) + 1),
+}
+
+
 # -- with vLLM
 
 SIZES = {
@@ -329,7 +481,9 @@ SIZES = {
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=64),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
 }
 MIXED = {"*.v_proj": QuantConfig("u8", 64), "*.down_proj": None, "*": QuantConfig("u4", 64, clip="max")}
 SAVED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -482,9 +636,21 @@ def test_saved_models_without_weights(tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_low_bit_experts_are_refused(tmp_path: Path) -> None:
-    text = answers(dense_model(tmp_path, "qwen3-moe"), fails=True, quantization="lowbit")
-    assert "experts: low-bit experts do not run in vLLM; leave experts dense with LowbitConfig(modules={'*" in text
+def test_saved_experts(tmp_path: Path) -> None:
+    first, second = (low_bit_model(tmp_path / str(seed), "qwen3-moe", seed) for seed in (0, 1))
+    found = answers(first)
+    check(first, found)
+    assert set(found["kinds"]) >= {"SavedExperts", "SavedLinear"}
+    check(second, answers(first, reload=str(second)))
+
+
+@needs_vllm
+def test_experts_quantized_on_loading(tmp_path: Path) -> None:
+    folder = low_bit_model(tmp_path, "qwen3-moe")
+    overrides = {"quantization_config": LowbitConfig(**RECIPE).to_dict()}
+    found = answers(tmp_path / "dense", hf_overrides=overrides)
+    check(folder, found)
+    assert set(found["kinds"]) >= {"OnLoadExperts", "OnLoadLinear"}
 
 
 @needs_vllm

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.quantizers.quantizers_utils import should_convert_module
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -22,6 +21,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.integrations.choose import check_names, wishes_without
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.vllm.expert_methods import OnLoadExperts, SavedExperts, specs_of_saved
 from lowbit.pylib.integrations.vllm.methods import (
     OnLoadHead,
     OnLoadLinear,
@@ -32,7 +32,7 @@ from lowbit.pylib.integrations.vllm.methods import (
 )
 from lowbit.pylib.integrations.vllm.names import Names
 from lowbit.pylib.integrations.vllm.rows import ACTS, Source, opened
-from lowbit.pylib.nn.plan import check_config, config_for, naming, plan_module
+from lowbit.pylib.nn.plan import check_config, naming, plan_module
 from lowbit.pylib.quantization.config import QuantConfig
 
 Method = QuantizeMethodBase | None
@@ -105,7 +105,7 @@ class LowbitServing(QuantizationConfig):
         """Returns the method of the layer of this name; None for layers that lowbit does not serve."""
         with naming(prefix or type(layer).__name__):
             if isinstance(layer, RoutedExperts):
-                return self._of_experts(prefix)
+                return self._of_experts(layer, prefix)
             if isinstance(layer, ParallelLMHead):
                 return self._of_head(layer, prefix)
             if isinstance(layer, VocabParallelEmbedding):
@@ -115,6 +115,8 @@ class LowbitServing(QuantizationConfig):
     def _of_linear(self, layer: Any, prefix: str) -> Method:
         if modules := self.names.take(prefix, self.packed_modules_mapping):
             return SavedLinear(self._sources(modules))
+        if isinstance(layer, GateLinear):  # which routes tokens to experts, and must be precise
+            return UnquantizedLinearMethod()
         columns = getattr(layer, "input_size_per_partition", layer.input_size)
         configs = self._configs(prefix, layer.output_size, columns, layer.params_dtype)
         return OnLoadLinear(prefix, configs) if configs else UnquantizedLinearMethod()
@@ -137,14 +139,18 @@ class LowbitServing(QuantizationConfig):
     def _sources(self, modules: Sequence[str]) -> list[Source]:
         return [Source.of(opened(self.folder), module) for module in modules]
 
-    def _of_experts(self, prefix: str) -> Method:
-        """Raises SpecError for experts that are low-bit, or would become so."""
-        skipped = self.config.modules_to_not_convert or []
-        wanted = should_convert_module(prefix, skipped) and config_for(prefix, self.config.configs)[0] is not None
-        if self.names.below(prefix) or (wanted and not self.names.low_bit):
-            fix = "LowbitConfig(modules={'*.experts*': None}), or run the model with transformers"
-            raise SpecError(f"low-bit experts do not run in vLLM; leave experts dense with {fix}")
-        return None
+    def _of_experts(self, layer: Any, prefix: str) -> Method:
+        if modules := self.names.below(prefix):
+            return SavedExperts(prefix, layer, specs_of_saved(opened(self.folder), modules))
+        if self.names.low_bit:
+            return None
+        hidden, inner = layer.moe_config.hidden_dim, layer.moe_config.intermediate_size_per_partition
+        wishes = wishes_without(self.config, self.config.modules_to_not_convert or [])
+        sizes = ((hidden, 2 * inner), (inner, hidden))
+        matrices = [nn.Linear(*size, False, "meta", layer.params_dtype) for size in sizes]
+        configs = [plan_module(prefix, matrix, wishes).config for matrix in matrices]
+        found = [config for config in configs if config is not None]
+        return OnLoadExperts(prefix, layer, found) if len(found) == len(configs) else None
 
     def _configs(self, prefix: str, rows: int, columns: int, dtype: torch.dtype) -> list[QuantConfig]:
         """Returns how to quantize each matrix of a layer of a dense checkpoint; nothing if it stays dense."""

@@ -52,7 +52,6 @@ class Method:
 
     uses_meta_device = True
     waiting: Sequence[str] = ()
-    _adds_bias = False  # whether the layer's bias is added by what it holds
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Make the low-bit weights of a layer whose tensors have all come."""
@@ -85,6 +84,12 @@ class Method:
                 first = number == 0 and name == "codes"
                 # vLLM's LoRA looks for a qweight, to put adapters where it is
                 layer.register_parameter("qweight" if first else f"lowbit{number}_{name}", tensor)
+
+
+class Multiplies(Method):
+    """Multiplies x by what the layer holds, which adds the layer's bias where vLLM would."""
+
+    _adds_bias = False
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns y [..., n] for x [..., k]."""
@@ -124,13 +129,40 @@ def _with_parameters(made: nn.Module) -> nn.Module:
     return made
 
 
+def is_filled_later() -> bool:
+    """Tells whether vLLM makes a model without the tensors of the files."""
+    return str(get_current_vllm_config().load_config.load_format) in _FILLED_LATER
+
+
+def copy(param: Tensor, loaded_weight: Tensor, tensor: str) -> None:
+    """Put a tensor of the checkpoint into a parameter, or a part of it, which may be on meta.
+
+    Raises CheckpointError for one of another size or type.
+    """
+    if (param.shape, param.dtype) != (loaded_weight.shape, loaded_weight.dtype):
+        given, wanted = (f"{t.dtype} {list(t.shape)}" for t in (loaded_weight, param))
+        raise CheckpointError(
+            f"{tensor}: it is {given}, and was {wanted} when vLLM made the model; start vLLM again to serve a model of "
+            "other formats"
+        )
+    param.copy_(loaded_weight)
+
+
+def none_came(missing: str) -> CheckpointError:
+    """Returns the error for tensors that vLLM's loader has not passed."""
+    return CheckpointError(
+        f"vLLM's loader has passed no {missing}; the class of the model may not rename tensors as a quantization asks "
+        "for (AutoWeightsLoader does): run the model with transformers"
+    )
+
+
 def _rank_of(layer: Any) -> int:
     """Returns which of the processes that share a layer this is; vLLM 0.26 does not say it of embeddings."""
     rank = getattr(layer, "tp_rank", None)
     return get_tensor_model_parallel_rank() if rank is None else rank
 
 
-class SavedLinear(Method, LinearMethodBase):
+class SavedLinear(Multiplies, LinearMethodBase):
     """A linear layer whose modules are low-bit in the checkpoint.
 
     sources   the modules
@@ -155,7 +187,7 @@ class SavedLinear(Method, LinearMethodBase):
         rows = self.rows_of(layer, output_partition_sizes)
         self.share = Share(rows, input_size_per_partition, _rank_of(layer), layer.tp_size)
         self.act: Act = ACTS[params_dtype]
-        self.filled_later = str(get_current_vllm_config().load_config.load_format) in _FILLED_LATER
+        self.filled_later = is_filled_later()
         for part, source in enumerate(self.sources):
             for tensor, like in source.tensors.items():
                 self._wait_for(layer, parameter(part, tensor), f"{source.module}.{tensor}", like)
@@ -172,17 +204,10 @@ class SavedLinear(Method, LinearMethodBase):
         self.waiting = (*self.waiting, name)
 
     def _loader(self, name: str, tensor: str) -> Callable[..., None]:
-        """Returns what puts a tensor of the checkpoint into its parameter, which may be on meta. Raises CheckpointError
-        for one of another size or type."""
+        """Returns what puts a tensor of the checkpoint into its parameter, as `copy` does."""
 
         def load(param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
-            if (param.shape, param.dtype) != (loaded_weight.shape, loaded_weight.dtype):
-                given, wanted = (f"{t.dtype} {list(t.shape)}" for t in (loaded_weight, param))
-                raise CheckpointError(
-                    f"{tensor}: it is {given}, and was {wanted} when vLLM made the model; start vLLM again to serve a "
-                    "model of other formats"
-                )
-            param.data.copy_(loaded_weight)
+            copy(param.data, loaded_weight, tensor)
             if not param.is_meta:
                 self._came.add(name)
 
@@ -210,10 +235,7 @@ class SavedLinear(Method, LinearMethodBase):
     def _without(self, source: Source, missing: list[str], came: set[str], device: torch.device) -> PackedWeight:
         """Returns a random weight. Raises CheckpointError unless vLLM fills a model in another way."""
         if came or not self.filled_later:
-            raise CheckpointError(
-                f"vLLM's loader has passed no {', '.join(missing)}; the class of the model may not rename tensors as a "
-                "quantization asks for (AutoWeightsLoader does): run the model with transformers"
-            )
+            raise none_came(", ".join(missing))
         return random_weight(source.spec(self.act), str(device))
 
 
@@ -264,7 +286,7 @@ class TiedHead(QuantizeMethodBase):
         return embed_tokens
 
 
-class OnLoad(Method):
+class OnLoad(Multiplies):
     """Quantizes a dense weight when it has been loaded, and drops it.
 
     name      the layer's

@@ -1,3 +1,11 @@
-from torch import nn
+from typing import Any
 
+from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+class GateLinear(nn.Module): ...
 class RoutedExperts(nn.Module): ...
+
+class FusedMoEMethodBase(QuantizeMethodBase):
+    moe: Any
+    def __init__(self, moe: Any) -> None: ...

@@ -1,0 +1,177 @@
+"""The experts of a layer of vLLM: two matrices, each a weight of all experts (`MatmulSpec.experts`).
+
+On a GPU every call is the same few launches, whatever the routing, and waits for nothing: CUDA graphs hold it. On a CPU
+the experts that have tokens run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec, interned
+from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.passes.targets import parse_target
+from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
+from lowbit.pylib.matmul import compile
+from lowbit.pylib.nn.gated_linear import Gate, in_halves, with_gate
+from lowbit.pylib.nn.linear import act_of
+from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.nn.stacked_experts import target_of
+from lowbit.pylib.quantization.api import quantize
+from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.runtime.devices import target_at
+from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
+from lowbit.pylib.weights.packed import PackedWeight
+
+_MOST_CODES = 1 << 28  # of the experts whose weights are made at a time
+
+LEAVE_DENSE = "leave experts dense with LowbitConfig(modules={'*.experts*': None}), or run the model with transformers"
+
+GATES = {
+    "silu": Gate("silu_mul", pairs=False),
+    "gelu_tanh": Gate("gelu_mul", pairs=False),
+    "swigluoai": Gate("swiglu_oai", pairs=True),
+    "swigluoai_uninterleave": Gate("swiglu_oai", pairs=False),
+}
+"""What kernels apply to the sums of gate_up, by the names that vLLM has for it."""
+
+
+class Experts(nn.Module):
+    """Low-bit experts with a gate that the kernel of gate_up applies.
+
+    Raises SpecError for weights that no kernel multiplies for all experts.
+    """
+
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight) -> None:
+        super().__init__()
+        self.gate_up, self.down = (PackedModule(packed.spec, packed) for packed in (gate_up, down))
+        self._each: tuple[int, list[tuple[PackedWeight, PackedWeight]]] = (-1, [])
+        if target := target_of(gate_up.device):
+            _tiles(self.gate_up.spec, self.down.spec, target)
+            if gate_up.wide_range or down.wide_range:
+                raise SpecError(f"experts have values beyond {gate_up.spec.act}, which no kernel takes; use bfloat16")
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Returns the sum of each token's experts, by their weights: [tokens, hidden].
+
+        x         [tokens, hidden]
+        ids       int32 or int64 [tokens, k]; those that are no expert's add nothing
+        weights   [tokens, k]
+        """
+        target = target_of(x.device)
+        return self._one_by_one(x, ids, weights) if target is None else self._together(x, ids, weights, target)
+
+    def _together(self, x: Tensor, ids: Tensor, weights: Tensor, target: str) -> Tensor:
+        gate_up, down = self.gate_up.spec, self.down.spec
+        tile = tile_for(_tiles(gate_up, down, target), ids.numel(), gate_up.experts)
+        routing = route_by_kernel(ids, gate_up.experts, tile, target)
+        parsed = parse_target(target)
+        a = expert_matmul(gate_up, parsed)(x, routing.rows, routing.tiles, self.gate_up.packed.tensors, tile)
+        o = expert_matmul(down, parsed)(a, routing.numbers, routing.tiles, self.down.packed.tensors, tile)
+        return combine_by_kernel(o, routing, weights, target)
+
+    def _one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros(len(x), self.down.spec.n // self.down.spec.experts, dtype=torch.float32)
+        for expert, (gate_up, down) in enumerate(self._experts()):
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            if len(tokens):
+                y = _multiply(_multiply(x[tokens], gate_up), down)
+                result.index_add_(0, tokens, y.float() * weights[tokens, places, None].float())
+        return result.to(x.dtype)
+
+    def _experts(self) -> list[tuple[PackedWeight, PackedWeight]]:
+        """Returns the weights of each expert, which share the memory of all."""
+        version = self.gate_up.codes._version
+        if self._each[0] != version:
+            self._each = version, list(zip(each_of(self.gate_up.packed), each_of(self.down.packed)))
+        return self._each[1]
+
+
+def _tiles(gate_up: MatmulSpec, down: MatmulSpec, target: str) -> tuple[int, ...]:
+    """Returns the sizes of token tiles that both matrices have kernels for. Raises SpecError if there are none."""
+    of_both = [expert_matmul(spec, parse_target(target)).tiles for spec in (gate_up, down)]
+    found = tuple(tile for tile in of_both[0] if tile in of_both[1])
+    if not found:
+        raise SpecError(f"no kernel multiplies all experts of ({gate_up}) and ({down}) on {target}; {LEAVE_DENSE}")
+    return found
+
+
+def _multiply(x: Tensor, weight: PackedWeight) -> Tensor:
+    return compile(weight.spec, target_at(-1))(x, weight)
+
+
+def each_of(packed: PackedWeight) -> list[PackedWeight]:
+    """Returns the weight of each expert, in the memory of that of all."""
+    one = interned(replace(packed.spec, n=packed.spec.n // packed.spec.experts, experts=1))
+    parts = {name: tensor.chunk(packed.spec.experts) for name, tensor in packed.items()}
+    return [PackedWeight(one, {name: part[i] for name, part in parts.items()}) for i in range(packed.spec.experts)]
+
+
+def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Returns weights of one spec, of one expert or of several, as the weight of all."""
+    count = sum(packed.spec.experts for packed in weights)
+    spec = weights[0].spec
+    whole = interned(replace(spec, n=spec.n // spec.experts * count, experts=count))
+    return PackedWeight(whole, {name: torch.cat([packed[name] for packed in weights]) for name in weights[0]})
+
+
+def gated(packed: PackedWeight, gate: Gate) -> PackedWeight:
+    """Returns the weight of the gate_up of experts, with its rows as a kernel wants them that applies the gate."""
+    if packed.spec.is_gated:
+        return packed
+    some = max(1, _MOST_CODES * packed.spec.experts // (packed.spec.n * packed.spec.k))
+    each = each_of(packed)
+    return stacked([with_gate(stacked(each[i : i + some]), gate) for i in range(0, len(each), some)])
+
+
+def quantize_experts(
+    weight: Tensor, bias: Tensor | None, config: QuantConfig, gate: Gate | None = None
+) -> PackedWeight:
+    """Returns the quantized weight of all experts.
+
+    weight   floats [experts, n, k]
+    bias     [experts, n]
+    gate     what is applied to the results; None: nothing
+    """
+    count, n, k = weight.shape
+    spec = config.spec(n, k, act=act_of(weight), bias=bias is not None)
+    spec = replace(spec, epilogue=None if gate is None else gate.epilogue)
+    some = max(1, _MOST_CODES // (n * k))
+    made: list[PackedWeight] = []
+    for first in range(0, count, some):
+        rows, biases = (None if t is None else t[first : first + some].flatten(0, 1) for t in (weight, bias))
+        experts = len(weight[first : first + some])
+        if gate is not None and gate.pairs:
+            rows, biases = (None if t is None else in_halves(t, experts) for t in (rows, biases))
+        quantized = quantize(cast(Tensor, rows), config.multiplied_in(spec.act))
+        made.append(quantized.pack(spec_of_experts(spec, experts), biases))
+    return stacked(made)
+
+
+def shard_of_expert(packed: PackedWeight, matrix: str, gate: Gate, index: int, count: int) -> PackedWeight:
+    """Returns the part of one expert's matrix that one of several processes has.
+
+    matrix   "gate_up", of whose halves every process has a part, or "down"
+    """
+    if matrix == "down":
+        return packed.shard(1, index, count)
+    if packed.spec.is_gated or gate.pairs:  # a block of rows has some of either half
+        return packed.shard(0, index, count)
+    halves = [packed.shard(0, half * count + index, 2 * count) for half in (0, 1)]
+    spec = interned(replace(halves[0].spec, n=2 * halves[0].spec.n))
+    return PackedWeight(spec, {name: torch.cat([half[name] for half in halves]) for name in halves[0]})
+
+
+def check_one_spec(specs: Mapping[str, MatmulSpec]) -> MatmulSpec:
+    """Returns the one spec that experts have. Raises SpecError for several, by the experts' names."""
+    first, *others = specs
+    for other in others:
+        if specs[other] != specs[first]:
+            raise SpecError(f"{first} is ({specs[first]}), and {other} ({specs[other]}); {LEAVE_DENSE}")
+    return specs[first]
