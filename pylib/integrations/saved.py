@@ -55,12 +55,16 @@ def _check_codes_are_joined(name: str, spec: MatmulSpec, keys: Collection[str]) 
 
 def multiply_as_saved(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
     """Makes the empty linear layers of a model multiply in the types that their weights were saved for, as config.json
-    says what they were quantized for (`lowbit.set_compute_`)."""
+    says what they were quantized for (`lowbit.set_compute_`), and those of experts gate as their weights do."""
     for name, layer in list(low_bit_layers(model)):
         if isinstance(layer, LowbitLinear) and name in saved:
             spec = with_products_of(saved[name], layer.spec)
             if spec != layer.spec:
                 model.set_submodule(name, LowbitLinear.empty(spec, layer.codes.device))
+    for name, experts in model.named_modules():
+        if isinstance(experts, LowbitExperts):
+            names = {expert: f"{name}.gate_up.{expert}" for expert in range(len(experts.gate_up))}
+            experts.store_like({expert: saved[layer] for expert, layer in names.items() if layer in saved})
 
 
 def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:

@@ -31,7 +31,7 @@ from lowbit.pylib.experts.routing import check_routing, combine, route
 from lowbit.pylib.nn.dense_experts import MATRICES, apply_gate, count_of, is_transposed, sorted_routing
 from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
-from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, gate_of, store_like
+from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, change_order, gate_of, store_like
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
 from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
@@ -192,6 +192,14 @@ class LowbitExperts(NoDense):
             if isinstance(layer, LowbitLinear) and isinstance(about, Tensor) and gate:
                 store_like(layer, about, gate)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def store_like(self, saved: Mapping[int, MatmulSpec]) -> None:
+        """Makes layers of gate_up `GatedLinear`s, or such layers plain, as the saved weights of these experts are."""
+        gate = self._gate()
+        for expert, spec in saved.items():
+            layer = self.gate_up[expert]
+            if gate and isinstance(layer, LowbitLinear) and spec.is_gated != layer.spec.is_gated:
+                change_order(layer, gate)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy is made of, whose layers have other tensors."""

@@ -151,7 +151,7 @@ def gate_of(apply_gate: Callable[[Tensor], Tensor]) -> Gate | None:
 
     apply_gate  takes h in f32, and returns [..., n / 2]
     """
-    gate, up = torch.cartesian_prod(*[torch.tensor(_PROBES)] * 2).T
+    gate, up = torch.cartesian_prod(*[torch.tensor(_PROBES, dtype=torch.float32, device="cpu")] * 2).T
     h = torch.cat([gate.expand(_COLUMNS, -1), up.expand(_COLUMNS, -1)])
     for pairs, columns in ((False, h), (True, alternating(h))):
         try:

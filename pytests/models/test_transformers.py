@@ -24,6 +24,7 @@ from lowbit import (
     SpecError,
     TiedLinear,
 )
+from lowbit.pylib.nn.gated_linear import GatedLinear, change_order
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -272,6 +273,24 @@ def test_experts_with_static_shapes(tokens: int, checkpoints: Any) -> None:
     compiled = torch.compile(experts, fullgraph=True, backend="eager")
     for given in (experts(x, index, weights), compiled(x, index, weights)):
         torch.testing.assert_close(given.float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_experts_that_have_been_called_are_saved(name: str, checkpoints: Any, tmp_path: Path) -> None:
+    """The rows of gate and up are stored side by side then; products of 8 bits are kept as well."""
+    model = loaded(checkpoints(name), LowbitConfig(U4))
+    assert not lowbit.set_compute_(model.model.layers[0].mlp.experts, "i8")
+    given = logits(model)
+    for layer in model.model.layers:
+        gate = layer.mlp.experts._gate()
+        for linear in layer.mlp.experts.gate_up:
+            if not isinstance(linear, GatedLinear):
+                change_order(linear, gate)
+    model.save_pretrained(tmp_path)
+    again = loaded(tmp_path)
+    assert all(type(linear) is GatedLinear for layer in again.model.layers for linear in layer.mlp.experts.gate_up)
+    assert again.model.layers[0].mlp.experts.gate_up[1].spec.compute == "i8"
+    torch.testing.assert_close(logits(again), given, rtol=0.02, atol=0.02 * float(given.abs().max()))
 
 
 def test_experts_that_are_not_quantized_are_in_the_report(checkpoints: Any) -> None:
