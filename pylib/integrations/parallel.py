@@ -1,4 +1,4 @@
-"""Tensor parallelism: each process keeps its part of every low-bit layer.
+"""Tensor and expert parallelism: each process keeps its part of every low-bit layer, or its experts.
 
 transformers plans it by styles: "colwise" layers give parts of y, "rowwise" layers get parts of x and their results are
 added up. Its own hooks around a layer's forward do the communication. The parts are cut out of the packed weights,
@@ -19,6 +19,9 @@ from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import naming
 
+_OF_EXPERTS = {"moe_tp_experts": LowbitExperts.split_, "ep_dispatch_experts": LowbitExperts.keep_}
+"""What the styles of transformers make of low-bit experts."""
+
 
 def split(model: Any) -> None:
     """Cut the low-bit layers of a model as its plan says, where transformers has split it over several devices.
@@ -29,10 +32,11 @@ def split(model: Any) -> None:
     if mesh is None:
         return
     rank, count = mesh.get_local_rank(), mesh.size()
+    plan = {**model.tp_plan, **_experts_plan(model, count)}
     for name, module in list(model.named_modules()):
         if isinstance(module, FusedModule):
             raise SpecError(f"{name}: fused layers can't be split over devices; load a model that was not fused")
-        style = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is None or not isinstance(module, LowbitLinear | LowbitEmbedding | TiedLinear | LowbitExperts):
             continue
         with naming(name):
@@ -40,11 +44,21 @@ def split(model: Any) -> None:
                 raise SpecError("low-bit embeddings can't be split over devices; load with embeddings=False")
             if isinstance(module, LowbitLinear):
                 _split_layer(module, style, rank, count)
-            elif style == "moe_tp_experts":
+            elif style in _OF_EXPERTS:
                 vars(module).pop("forward", None)  # its hook looks for sharded parameters, of which there are none
-                module.split_(rank, count, mesh.get_group())
+                _OF_EXPERTS[style](module, rank, count, mesh.get_group())
             else:
                 raise SpecError(f"low-bit experts can't be split in the style {style!r}")
+
+
+def _experts_plan(model: Any, count: int) -> dict[str, str]:
+    """Returns which modules have their experts shared out, where that is asked for."""
+    asked = getattr(getattr(model.config, "distributed_config", None), "ep_size", None) or 1
+    if asked == 1:
+        return {}
+    if asked != count:
+        raise SpecError(f"ep_size={asked}: low-bit experts are shared out among the processes of tp_size={count} alone")
+    return dict(model.ep_plan)
 
 
 def _mesh(model: Any) -> Any:

@@ -62,7 +62,9 @@ class LowbitExperts(NoDense):
             if layer.spec.is_gated:
                 GatedLinear.of(layer, pairs=not getattr(self, "is_concatenated", True))
         self.down = nn.ModuleList(down)
-        self._group: Any = None  # the processes that have the parts of these experts
+        self._group: Any = None  # the processes that have the parts of these experts, or the others
+        self._count = len(self.gate_up)  # in all processes
+        self._first = 0  # which of them is the first here
         self._stacked = None
         _alive.add(self)
         self.train(dense.training)
@@ -97,17 +99,24 @@ class LowbitExperts(NoDense):
         looking at them would take time, these are elsewhere.
         """
         if top_k_index is None and top_k_weights is None:
-            top_k_index, top_k_weights = sorted_routing(hidden_states, len(self.gate_up))
+            top_k_index, top_k_weights = sorted_routing(hidden_states, self._count)
         if top_k_index is None or top_k_weights is None:
             raise SpecError("top_k_index without top_k_weights, or these alone: give both, or rows of x in order alone")
         if not (is_compiling() or is_observed()):
-            check_routing(hidden_states, top_k_index, top_k_weights, len(self.gate_up))
+            check_routing(hidden_states, top_k_index, top_k_weights, self._count)
+        if len(self.gate_up) < self._count:
+            top_k_index = self._here(top_k_index)
         result = self._sum(hidden_states, top_k_index, top_k_weights)
         if self._group is not None:
             if result.requires_grad:
                 raise QuantizeError("experts in parts can't be trained beside; call them in torch.no_grad()")
             torch.distributed.all_reduce(result, group=self._group)
         return result
+
+    def _here(self, top_k_index: Tensor) -> Tensor:
+        """Returns ids among the experts of this process; -1 for those of others."""
+        local = top_k_index - self._first
+        return torch.where((local >= 0) & (local < len(self.gate_up)), local, -1)
 
     def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         found = self._together(hidden_states, top_k_weights)
@@ -223,6 +232,20 @@ class LowbitExperts(NoDense):
                 parts = [packed.shard(0, block * count + index, blocks * count) for block in range(blocks)]
                 self.gate_up[expert] = concatenated([LowbitLinear.from_packed(part) for part in parts])
             cast(LowbitLinear, down).split_(1, index, count)
+        self._group, self._stacked = group, None
+
+    def keep_(self, index: int, count: int, group: Any) -> None:
+        """Keep one of several equal parts of the experts, for expert parallelism; ids stay those of all.
+
+        group   the processes that have the others; a call adds up what they give. No gradients go through it
+
+        Raises SpecError where the parts would not be equal.
+        """
+        if self._count % count:
+            raise SpecError(f"{self._count} experts can't be shared out evenly among {count} processes")
+        each = self._count // count
+        self._first, here = index * each, slice(index * each, (index + 1) * each)
+        self.gate_up, self.down = self.gate_up[here], self.down[here]
         self._group, self._stacked = group, None
 
     def expert(self, expert: int, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
     python -m pytests.models.tensor_parallel FOLDER...    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
-Each folder has a checkpoint; the logits of the model are written to logits.pt in it, by rank 0.
+Each folder has a checkpoint; the logits of the model are written to logits.pt in it, by rank 0. Experts are shared out
+among the processes where the folder's name says so.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def load(folder: Path, **arguments: object) -> torch.nn.Module:
 def main(folders: list[Path]) -> None:
     processes = int(os.environ["WORLD_SIZE"])
     for folder in folders:
-        model = load(folder, distributed_config=DistributedConfig(tp_size=processes, tp_plan="auto"))
+        experts = {"ep_size": processes} if "shared-out" in folder.name else {}
+        model = load(folder, distributed_config=DistributedConfig(tp_size=processes, tp_plan="auto", **experts))
         logits = model(TOKENS.to(model.device)).logits
         if os.environ["RANK"] == "0":
             sizes = {name: module.packed.nbytes for name, module in model.named_modules() if hasattr(module, "packed")}

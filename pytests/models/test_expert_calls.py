@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,23 @@ def test_parts_of_the_experts_add_up_to_all(call: Call, experts: LowbitExperts) 
     assert_close(sum(call(x, part, weights).double() for part in parts), defined(experts, x, ids, weights))
 
 
+def test_each_process_keeps_its_experts(call: Call, experts: LowbitExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four experts two each, by the ids of all; their sums would be added up between processes."""
+    four = LowbitExperts(_dense(4), list(experts.gate_up)[:4], list(experts.down)[:4])
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    four.act_fn, four._dense_class = experts.act_fn, experts._dense_class
+    x, ids, weights = inputs(9, 3)
+    ids.clamp_(-1, 4)
+    parts = [copy.deepcopy(four) for _ in range(2)]
+    for index, part in enumerate(parts):
+        part.keep_(index, 2, "all processes")
+        assert len(part.gate_up) == len(part.down) == 2
+    with torch.no_grad():
+        assert_close(sum(part(x, ids, weights).double() for part in parts), defined(four, x, ids, weights))
+    with pytest.raises(SpecError, match="4 experts can't be shared out evenly among 3 processes"):
+        four.keep_(0, 3, "all processes")
+
+
 def test_what_is_no_number_stays_in_its_token(call: Call) -> None:
     x, ids, weights = inputs(9)
     ids.clamp_(0, EXPERTS - 1)
@@ -173,6 +191,12 @@ def test_a_router_is_trained_beside(call: Call, experts: LowbitExperts) -> None:
     assert_close(weights.grad, torch.stack(o, -1))
 
 
+def _dense(count: int) -> nn.Module:
+    dense = nn.Module()
+    dense.gate_up_proj, dense.down_proj = torch.zeros(count, 96, 64), torch.zeros(count, 64, 48)
+    return dense
+
+
 def _layers(n: int, k: int, count: int = EXPERTS) -> list[LowbitLinear]:
     return [LowbitLinear.empty(lowbit.MatmulSpec(n, k, "u4", 16, act="bf16")) for _ in range(count)]
 
@@ -187,7 +211,5 @@ def _layers(n: int, k: int, count: int = EXPERTS) -> list[LowbitLinear]:
     ],
 )
 def test_layers_that_are_no_experts(gate_up: list[LowbitLinear], down: list[LowbitLinear], message: str) -> None:
-    dense = nn.Module()
-    dense.gate_up_proj, dense.down_proj = torch.zeros(EXPERTS, 96, 64), torch.zeros(EXPERTS, 64, 48)
     with pytest.raises(SpecError, match=message):
-        LowbitExperts(dense, gate_up, down)
+        LowbitExperts(_dense(EXPERTS), gate_up, down)

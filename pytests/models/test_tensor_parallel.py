@@ -1,8 +1,10 @@
-"""Tensor parallelism of transformers: two processes with half of every layer give the logits of one with all of it."""
+"""Tensor and expert parallelism of transformers: two processes with half of every layer, or of the experts, give the
+logits of one with all of it."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -36,6 +38,8 @@ def configs() -> dict[str, Any]:
     return {
         "llama": transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
         "qwen3-moe": transformers.Qwen3MoeConfig(**SMALL, **EXPERTS),
+        "qwen3-moe-shared-out": transformers.Qwen3MoeConfig(**SMALL, **EXPERTS),
+        "gpt-oss-shared-out": transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=2),
     }
 
 
@@ -79,8 +83,10 @@ def compare(tmp_path: Path, root: Path, device: str) -> None:
         found = torch.load(folder / "logits.pt")
         assert float((found["logits"] - logits).norm() / logits.norm()) < 0.02, folder
         whole = {name: module.packed.nbytes for name, module in model.named_modules() if hasattr(module, "packed")}
-        assert whole.keys() == found["sizes"].keys()
-        assert sum(found["sizes"].values()) < 0.55 * sum(whole.values())
+        kept = {name for name in whole if "shared-out" not in folder.name or not re.search(r"experts\.\w+\.1$", name)}
+        assert kept == found["sizes"].keys()
+        share = 0.65 if "gpt-oss" in folder.name else 0.55  # transformers has no plan for its attention
+        assert sum(found["sizes"].values()) < share * sum(whole.values())
 
 
 def test_two_processes_on_a_cpu(tmp_path: Path, repo: Path) -> None:
