@@ -31,7 +31,7 @@ from lowbit.pylib.integrations.vllm.experts import (
 )
 from lowbit.pylib.integrations.vllm.methods import Method, copy, is_filled_later, none_came
 from lowbit.pylib.integrations.vllm.rows import ACTS
-from lowbit.pylib.nn.experts import LISTS
+from lowbit.pylib.nn.dense_experts import LISTS
 from lowbit.pylib.nn.gated_linear import Gate
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
