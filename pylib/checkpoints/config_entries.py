@@ -64,17 +64,17 @@ def check_config(config: Mapping[str, Any], entries: Entries) -> None:
 
 def _check(config: Mapping[str, Any], entries: Entries, path: str) -> None:
     for name, value in config.items():
-        known = entries.get(name, entries.get("*"))
-        if _is_off(value) or (known is None and name in HARMLESS):
+        if _is_off(value) or (name in HARMLESS and name not in entries):
             continue
+        known = entries.get(name, entries.get("*"))
         if isinstance(known, Mapping) and isinstance(value, Mapping):
             _check(cast(Mapping[str, Any], value), known, f"{path}{name}.")
-        elif known is None:
+        elif known is None or isinstance(known, Mapping):
             raise CheckpointError(
                 f"the quantization_config has {path}{name}, which lowbit does not know; it may change what goes into "
                 "layers or comes out of them, as rotations do. Delete the entry if you know that it changes nothing"
             )
-        elif not isinstance(known, Mapping) and (wrong := known(value)):
+        elif wrong := known(value):
             raise CheckpointError(f"the quantization_config has {path}{name}={_short(value)}; {wrong}")
 
 

@@ -13,13 +13,18 @@ from lowbit.dialect.errors import CheckpointError, LowbitError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.config_entries import check_config
 from lowbit.pylib.checkpoints.formats import (
+    auto_round,
     awq,
+    bitnet,
     bitsandbytes,
     compressed_tensors,
+    fbgemm_fp8,
     fp8,
     gpt_oss,
     gptq,
     hqq,
+    mlx,
+    modelopt,
     spqr,
     torchao,
 )
@@ -30,16 +35,23 @@ from lowbit.pylib.checkpoints.stacked import below
 from lowbit.pylib.weights.packed import PackedWeight
 
 FORMATS: dict[str, Format] = {
+    "auto-round": auto_round.FORMAT,
     "awq": awq.FORMAT,
+    "bitnet": bitnet.FORMAT,
     "bitsandbytes": bitsandbytes.FORMAT,
     "compressed-tensors": compressed_tensors.FORMAT,
+    "fbgemm_fp8": fbgemm_fp8.FORMAT,
     "fp8": fp8.FORMAT,
     "gptq": gptq.FORMAT,
     "hqq": hqq.FORMAT,
+    "mlx": mlx.FORMAT,
+    "modelopt": modelopt.FORMAT,
     "mxfp4": gpt_oss.FORMAT,
     "spqr": spqr.FORMAT,
     "torchao": torchao.FORMAT,
 }
+FORMATS |= {"intel/auto-round": auto_round.FORMAT}
+FORMATS |= {f"modelopt_{kind}": modelopt.FORMAT for kind in ("fp4", "mxfp8", "mixed")}
 
 
 def format_of(quantization_config: Mapping[str, Any]) -> Format:

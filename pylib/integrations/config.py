@@ -40,9 +40,9 @@ class LowbitConfig(QuantizationConfigMixin):
     per_row_if_indivisible   one scale per row where the group size does not divide k, which is an error otherwise; of
                              K-quants, fewer groups share a second level where that suffices
     fuse                     make one layer of those that share their input (`lowbit.fuse_`), after loading
-    from_checkpoint          the checkpoint says what each layer is: GPTQ, AWQ, HQQ, bitsandbytes, compressed-tensors,
-                             FP8, MXFP4, SpQR and torchao are imported without loss, and run in lowbit's kernels. No
-                             other field goes with it
+    from_checkpoint          the checkpoint says what each layer is: those of GPTQ, AWQ, AutoRound, HQQ, bitsandbytes,
+                             compressed-tensors, ModelOpt, FP8, MXFP4, SpQR, torchao, BitNet and MLX are imported
+                             without loss, and run in lowbit's kernels. No other field goes with it
 
     Raises SpecError that names the field, what was given, and what is allowed.
     """
@@ -92,8 +92,10 @@ class LowbitConfig(QuantizationConfigMixin):
         """
         if not self.from_checkpoint:
             method = source.get("quant_method")
-            way = "LowbitConfig(from_checkpoint=True) imports it" if method in FORMATS else "name the dense model"
-            raise SpecError(f"the checkpoint is quantized already, by {method}: {way}")
+            is_read = method is None or method in FORMATS
+            way = "LowbitConfig(from_checkpoint=True) imports it" if is_read else "name the dense model"
+            by = f", by {method}" if method else ""
+            raise SpecError(f"the checkpoint is quantized already{by}: {way}")
         return LowbitConfig(from_checkpoint=True)
 
     def multiplied_in(self, act: Act) -> LowbitConfig:

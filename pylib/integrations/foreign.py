@@ -3,7 +3,8 @@
     AutoModelForCausalLM.from_pretrained(name, quantization_config=lowbit.LowbitConfig(from_checkpoint=True))
 
 Where config.json names another library, transformers would take that library's quantizer and refuse a second one. So
-`AutoHfQuantizer.merge_quantization_configs` is wrapped: asked for both, it returns ours, with what config.json says.
+`AutoHfQuantizer.merge_quantization_configs` is wrapped: asked for both, it returns ours. It is asked for what names no
+library, too, as MLX's files do not; transformers' own answer to that is an error in either place.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ def prefer_lowbit() -> None:
         return merge(given, wanted)
 
     AutoHfQuantizer.merge_quantization_configs = classmethod(merge_or_prefer)  # type: ignore[assignment]
+    supports = AutoHfQuantizer.supports_quant_method
+
+    @wraps(supports)
+    def supports_or_unnamed(quantization_config_dict: Any) -> bool:
+        given = quantization_config_dict
+        return (isinstance(given, dict) and not given.get("quant_method")) or supports(given)
+
+    AutoHfQuantizer.supports_quant_method = staticmethod(supports_or_unnamed)
 
 
 # -- before loading

@@ -26,7 +26,7 @@ from lowbit import CheckpointError
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints import unpack
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
-from lowbit.pylib.checkpoints.registry import format_of
+from lowbit.pylib.checkpoints.registry import FORMATS, format_of
 from lowbit.pylib.weights.packed import PackedWeight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
@@ -522,3 +522,61 @@ def test_words_of_other_sizes(name: str, word: torch.dtype) -> None:
     packed = tensors | {"qweight": columns, "qzeros": tensors["qzeros"].view(word)}
     found = read(name, config | {"pack_dtype": str(word).removeprefix("torch.")}, packed)
     assert torch.equal(found.dequantize(), read(name, config, tensors).dequantize())
+
+
+VLLM = {
+    *("awq", "auto_awq", "fp8", "fbgemm_fp8", "fp_quant", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "gptq"),
+    *("modelopt_mixed", "auto_gptq", "awq_marlin", "gptq_marlin", "humming", "compressed-tensors", "experts_int8"),
+    *("quark", "moe_wna16"),
+    *("torchao", "inc", "mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8", "online", "fp8_per_tensor", "fp8_per_block"),
+    *("fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8"),
+}
+"""The methods of vLLM 0.32."""
+
+
+def test_every_method_that_others_know_is_read_or_refused_by_its_name() -> None:
+    auto = pytest.importorskip("transformers.quantizers.auto")
+    theirs = {name.removesuffix("_4bit").removesuffix("_8bit") for name in auto.AUTO_QUANTIZER_MAPPING} - {"lowbit"}
+    known = theirs | VLLM | {"eetq", "exl2", "exl3", "quip", "intel/auto-round"}
+    for method in known - FORMATS.keys():
+        with pytest.raises(CheckpointError, match=f"quant_method='{method}' can't be imported; what can is"):
+            format_of({"quant_method": method})
+    assert all(format_of({"quant_method": method}) for method in FORMATS)
+    assert known >= FORMATS.keys() - {"mlx"}
+
+
+def test_the_page_lists_every_method() -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/checkpoints.md").read_text()
+    listed = set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE))
+    assert {name for name in FORMATS if "/" not in name and not name.startswith("modelopt_")} <= listed
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("auto-round-4", {"packing_format": "auto_round:fp8_static"}, "packing_format='auto_round:fp8_static'; those"),
+        ("auto-round-4", {"data_type": "mx_fp"}, "data_type='mx_fp'; what can be read is 'int'"),
+        ("auto-round-4", {"bits": 8}, "16 rows of qweight are not k=.* codes of 8 bits|scales .* don't fit"),
+        ("auto-round-4", {"extra_config": {"re:x": {"data_type": "fp"}}}, "extra_config.re:x.data_type='fp'; what can"),
+        ("modelopt-nvfp4", {"quant_algo": "W4A16_AWQ"}, "quant_algo='W4A16_AWQ'; what can be read is 'FP8', "),
+        ("bitnet", {"use_rms_norm": True}, "has use_rms_norm, which lowbit does not know"),
+        ("bitnet", {"quantization_mode": "online"}, "quantization_mode='online'; what can be read is 'offline'"),
+        ("mlx-4", {"mode": "mxfp4"}, "mode='mxfp4'; what can be read is 'affine'"),
+        ("mlx-4", {"group_size": 32}, r"weight must be \[24, 8"),
+        ("mlx-4", {LAYER: {"bits": 3, "group_size": 64}}, r"weight must be \[24, 12"),
+        ("mlx-4", {LAYER: {"mode": "nvfp4"}}, f"{LAYER}.mode='nvfp4'; what can be read is 'affine'"),
+    ],
+)
+def test_variants_that_can_not_be_read(name: str, change: dict[str, Any], message: str) -> None:
+    config, tensors = parts(name)
+    with pytest.raises(CheckpointError, match=message):
+        read(name, config | change, tensors)
+
+
+def test_exceptions_of_layers() -> None:
+    """AutoRound's and MLX's configurations have other bits for some layers."""
+    extra = {"extra_config": {".*up_proj": {"bits": 3}}}
+    for name, other in (("auto-round-3", extra), ("mlx-3", {LAYER: {"bits": 3}})):
+        config, tensors = parts(name)
+        right = read(name, config, tensors).dequantize()
+        assert torch.equal(read(name, config | {"bits": 4} | other, tensors).dequantize(), right)

@@ -24,7 +24,8 @@ NAMES = (
     *("gptq-2", "gptq-4-act-order", "gptq-8", "gptq-v2-3", "awq", "bnb-fp4", "bnb-nf4-nested", "bnb-nf4-nested-wide"),
     *("bnb-int8", "ct-pack-4-asym", "ct-int8-asym", "ct-fp8", "ct-fp8-block", "ct-mxfp4", "ct-mxfp6", "ct-nvfp4"),
     *("fp8-block", "fp8-tensor", "hqq-3", "hqq-4", "torchao-int4", "torchao-int8", "torchao-float8"),
-    *("spqr-csr", "spqr-ptcsr", "spqr-dense"),
+    *("spqr-csr", "spqr-ptcsr", "spqr-dense", "auto-round-4", "auto-round-awq", "modelopt-fp8", "modelopt-nvfp4"),
+    *("mlx-4", "bitnet", "fbgemm-fp8"),
 )
 
 
@@ -155,9 +156,9 @@ def test_a_recipe_is_no_way_to_import(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"quantized already, by awq: LowbitConfig\(from_checkpoint=True\)"):
         loaded(path, quantization_config=LowbitConfig("u4", 64))
     about = json.loads((path / "config.json").read_text())
-    about["quantization_config"]["quant_method"] = "auto-round"
+    about["quantization_config"]["quant_method"] = "higgs"
     (path / "config.json").write_text(json.dumps(about))
-    with pytest.raises(SpecError, match="quantized already, by auto-round: name the dense model"):
+    with pytest.raises(SpecError, match="quantized already, by higgs: name the dense model"):
         loaded(path, quantization_config=LowbitConfig("u4", 64))
     with pytest.raises(SpecError, match="drop all other fields"):
         LowbitConfig("u3", from_checkpoint=True)
@@ -324,3 +325,30 @@ def test_scales_of_caches_and_activations_are_left_out(tmp_path: Path) -> None:
     empty = empty_like(model)
     lowbit.load_checkpoint(empty, path, act="bf16")
     assert torch.equal(empty.get_submodule(MODULE).packed.dequantize(), model.get_submodule(MODULE).packed.dequantize())
+
+
+def test_files_of_mlx(tmp_path: Path) -> None:
+    """They name no method, and have a quantized embedding."""
+    path, embedding = llama("mlx-4", tmp_path), "model.embed_tokens"
+    state = load_file(path / "model.safetensors")
+    state |= {
+        f"{embedding}.weight": torch.randint(0, 1 << 32, (64, 16)).to(torch.uint32),
+        f"{embedding}.scales": torch.rand(64, 2).bfloat16() / 16,
+        f"{embedding}.biases": -torch.rand(64, 2).bfloat16() / 2,
+    }
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    about = json.loads((path / "config.json").read_text())
+    entries = {"bits": 4, "group_size": 64, MODULE: {"bits": 4, "group_size": 64}}
+    about |= {"quantization": entries, "quantization_config": entries}
+    (path / "config.json").write_text(json.dumps(about))
+    model = loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    checkpoint = lowbit.open_checkpoint(path)
+    assert set(checkpoint.modules) == {MODULE, embedding}
+    assert torch.equal(model.model.embed_tokens.packed.dequantize(), checkpoint.load(embedding, "bf16").dequantize())
+    empty = empty_like(model)
+    lowbit.load_checkpoint(empty, path, act="bf16")
+    assert torch.equal(logits(empty), logits(model))
+    with pytest.raises(SpecError, match=r"quantized already: LowbitConfig\(from_checkpoint=True\) imports it"):
+        loaded(path, quantization_config=LowbitConfig("u4", 64))
+    with pytest.raises(ValueError, match="quant_method"):
+        loaded(path)

@@ -9,6 +9,8 @@ w = code * (scale / global scale) in f32, rounded to bf16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,24 +30,41 @@ def read(module: ModuleTensors, packed: Tensor) -> Imported:
     scales = module.take("weight_scale", torch.float8_e4m3fn, 2)
     check_shape("weight_scale", scales, (n, -(-k // GROUP)), f"weight_packed {list(packed.shape)}")
     divisor = module.take("weight_global_scale", torch.float32, 1)
-    if len(divisor) != 1 or not bool(divisor.isfinite() & (divisor > 0)):
-        raise CheckpointError(f"weight_global_scale={divisor.tolist()[:3]} must be one positive number")
-    codes, factor = from_stream(packed, 4, k), factor_of(scales, divisor)
+    check_positive("weight_global_scale", divisor)
+    return weight(from_stream(packed, 4, k), scales, lambda scales: scales / divisor, 1 / divisor, module.bias())
+
+
+def check_positive(name: str, factor: Tensor) -> None:
+    """Raise CheckpointError unless the scale of a whole weight is one positive number."""
+    if len(factor) != 1 or not bool(factor.isfinite() & (factor > 0)):
+        raise CheckpointError(f"{name}={factor.tolist()[:3]} must be one positive number")
+
+
+def weight(
+    codes: Tensor, scales: Tensor, whole: Callable[[Tensor], Tensor], guess: Tensor, bias: Tensor | None
+) -> Imported:
+    """Returns a weight whose scales e4m3 are multiplied by a number for the whole of it.
+
+    whole   returns scales after that, as the library computes them from f32
+    guess   f32 [1], the number
+    """
+    factor = factor_of(scales, whole, guess)
     if factor is None:
-        return Imported(codes, scales.float() / divisor, weight=WEIGHT, bias=module.bias())
-    return Imported(codes, scales, weight=WEIGHT, row_scales=factor, bias=module.bias())
+        return Imported(codes, whole(scales.float()), weight=WEIGHT, bias=bias)
+    return Imported(codes, scales, weight=WEIGHT, row_scales=factor, bias=bias)
 
 
-def factor_of(scales: Tensor, divisor: Tensor) -> Tensor | None:
-    """Returns the factor f32 [1] with which all weights are in bf16 what the division gives; None if there is none.
+def factor_of(scales: Tensor, whole: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor | None:
+    """Returns the factor f32 [1] with which all weights are in bf16 what the library computes; None if there is none.
 
-    1 / divisor is rounded, so that a weight of many may round to another bf16. There are at most 256 scales and eight
-    magnitudes of codes, and so it can be seen whether one does; a neighbor of the factor then mostly serves.
+    The library rounds each scale, lowbit each weight, so that one of many may round to another bf16. There are at most
+    256 scales and eight magnitudes of codes, and so it can be seen whether one does; a neighbor of the factor then
+    mostly serves.
     """
     levels = scales.float().unique()
     values = torch.tensor(dtype(WEIGHT).values()[:8], dtype=torch.float32, device=levels.device)[:, None]
-    expected = (values * (levels / divisor)).bfloat16()
-    bits = (1 / divisor).view(torch.int32)
+    expected = (values * whole(levels)).bfloat16()
+    bits = guess.view(torch.int32)
     for distance in NEIGHBORS:
         factor = (bits + distance).view(torch.float32)
         if torch.equal((values * (levels * factor)).bfloat16(), expected):
