@@ -220,8 +220,12 @@ def _with_reason(row: LayerReport, reason: Reason | None) -> LayerReport:
 
 def _copy_others(path: Path, target: Path) -> None:
     """Copy what stands beside the weights of a model: its tokenizer, say, and the parts of a sentence encoder."""
+    from lowbit.pylib.integrations.notice import CARD, with_notice
+
     for file in path.iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
+        if file.name == CARD and (target / CARD).exists():
+            (target / CARD).write_text(with_notice(file.read_text(errors="replace")))
+        elif file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
             shutil.copy(file, target / file.name)
         elif file.is_dir() and file.name in _parts_of_encoder(path):
             shutil.copytree(file, target / file.name)
