@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+MOST_BEYOND = 16  # layers
 CODES = "codes"  # a tensor that every low-bit layer has
 
 
@@ -27,7 +28,8 @@ class Names:
         self._prefix = ""
         self._known = {name for name, _ in model.named_modules()}
         if is_of_transformers(model):
-            self._ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_moved(model)]
+            self._ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+            self._ignored += [*_moved(model), *_beyond(model)]
             self._made = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
             self._steps, self._converters = _conversions(model)
             self._prefix = f"{model.base_model_prefix}."
@@ -104,3 +106,13 @@ def _moved(model: Any) -> list[str]:
     patterns = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     buffers = [name for name, _ in model.named_buffers()]
     return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in buffers)]
+
+
+def _beyond(model: Any) -> list[str]:
+    """Returns patterns of layers behind the last that predict more tokens, where a configuration says there are any:
+    transformers knows their numbers for the largest model of a family alone."""
+    config = model.config.get_text_config()
+    first, count = (getattr(config, name, None) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if not (isinstance(first, int) and isinstance(count, int)):
+        return []
+    return [rf"(^|\.)layers\.{number}\." for number in range(first, first + min(count, MOST_BEYOND))]

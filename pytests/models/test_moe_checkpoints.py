@@ -174,14 +174,29 @@ def test_dense_experts_are_read_under_the_names_of_files(name: str, tmp_path: Pa
     assert torch.equal(logits(by_lowbit(tmp_path / "ours", name)), logits(model))
 
 
-def test_a_layer_that_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:
-    """DeepSeek's files have a layer 61 that transformers does not read."""
+@pytest.mark.parametrize("number", [61, 2])
+def test_a_layer_that_predicts_more_tokens_is_left_out(number: int, tmp_path: Path) -> None:
+    """DeepSeek's files have a layer 61 that transformers does not read, those of smaller models one behind the last."""
     write("deepseek", "fp8", tmp_path)
     expected = logits(by_transformers(tmp_path))
-    more = {key.replace("layers.1.", "layers.61."): t for key, t in load_file(tmp_path / "model.safetensors").items()}
+    state = load_file(tmp_path / "model.safetensors")
+    more = {key.replace("layers.1.", f"layers.{number}."): t for key, t in state.items()}
     edit(tmp_path, lambda state: {key: t.clone() for key, t in (state | more).items()})
-    assert torch.equal(logits(by_transformers(tmp_path)), expected)
-    assert torch.equal(logits(by_lowbit(tmp_path, "deepseek")), expected)
+    if number == 2:
+        edit_config(tmp_path, num_nextn_predict_layers=0)
+        with pytest.raises(CheckpointError, match=r"layers.2.* is quantized, but the model has no such layer"):
+            by_transformers(tmp_path)
+        edit_config(tmp_path, num_nextn_predict_layers=1)
+    model = by_transformers(tmp_path)
+    assert torch.equal(logits(model), expected)
+    empty = transformers.AutoModelForCausalLM.from_config(dense_config(model))
+    lowbit.load_checkpoint(empty, tmp_path, act="bf16")
+    assert torch.equal(logits(empty), expected)
+
+
+def dense_config(model: Any) -> Any:
+    entries = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    return type(model.config)(**entries)
 
 
 def test_zeros_that_are_all_the_middle_one(tmp_path: Path) -> None:
