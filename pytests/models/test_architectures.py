@@ -170,6 +170,21 @@ def test_experts_without_tokens_are_rounded_to_nearest() -> None:
     assert all(torch.equal(layer.packed.dequantize(), each) for layer, each in zip(layers, nearest))
 
 
+def test_experts_are_quantized_by_hqq() -> None:
+    """Which needs no tokens. AWQ has no norm of the experts' own to fold scales into: they are rounded to nearest."""
+
+    def weights_after(method: str) -> tuple[Tensor, float]:
+        torch.manual_seed(0)
+        model = MODELS["mixtral"]().bfloat16()
+        config = QuantConfig("u3", 32, zeros="float", method=method)
+        report = lowbit.quantize_(model, {"*.experts": config}, calibration=[TOKENS], progress=False)
+        return model.model.layers[0].mlp.experts.down[3].weight.clone(), report.quantized[1].error
+
+    (nearest, error), (by_hqq, less), (by_awq, _) = (weights_after(method) for method in ("rtn", "hqq", "awq"))
+    assert not torch.equal(by_hqq, nearest) and less < 1.01 * error
+    assert torch.equal(by_awq, nearest)
+
+
 class Routed(torch.nn.Module):
     """Experts of which inputs say where they go."""
 

@@ -476,6 +476,21 @@ def test_rows_in_another_order_are_loaded(name: str, assign: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("layers", ["gate_up", "down"])
+def test_one_experts_state_takes_the_place_of_anothers(name: str, layers: str, tmp_path: Path) -> None:
+    """Saved without the tensors of the others, of which it is a slice. Experts that were stacked notice."""
+    experts, call = quantized(name), call_of(8)
+    experts(*call)
+    first, second = (getattr(experts, layers)[number] for number in (1, 2))
+    torch.save({key: tensor.clone() for key, tensor in first.state_dict().items()}, tmp_path / "expert.pt")
+    assert (tmp_path / "expert.pt").stat().st_size < 4096 + 1.5 * first.packed.nbytes
+    second.load_state_dict(torch.load(tmp_path / "expert.pt"))
+    assert torch.equal(second.weight.clone(), first.weight.clone())
+    assert_right(experts(*call), defined(experts, *call))
+    assert is_served(experts)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_a_gated_layer_is_what_it_was(name: str) -> None:
     experts, x = quantized(name), call_of(6)[0]
     before, h = experts.gate_up[1].weight.clone(), experts.gate_up[1](x)

@@ -23,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.randint(3, 120, (1, 12), generator=torch.Generator().manual_seed(0))
 U8 = QuantConfig("u8", 16, clip="max")  # without a search, which takes longest
+STATIC = {"cache_implementation": "static"}
 EXPERTS = 4
 
 TINY: dict[str, Any] = {
@@ -172,6 +173,14 @@ def test_one_launch_multiplies_all_experts(name: str, monkeypatch: pytest.Monkey
     assert experts._stacked is not None and experts._stacked.matrices
     assert all(isinstance(layer, GatedLinear) for layer in experts.gate_up)
     assert float((found - expected).norm()) < 0.01 * float(expected.norm())
+
+
+@pytest.mark.parametrize("name", ["GptOss", "Llama4Text", "Qwen3Moe"])
+def test_a_static_cache_generates_the_same(name: str) -> None:
+    model = tiny(name, MODELS[name])
+    lowbit.quantize_(model, U8, progress=False)
+    found = [model.generate(TOKENS, max_new_tokens=5, do_sample=False, **kind) for kind in ({}, STATIC)]
+    assert found[0].shape == (1, 17) and torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", ["Llama4Text", "Qwen3Moe"])
