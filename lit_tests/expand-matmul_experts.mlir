@@ -27,6 +27,30 @@ func.func @experts(%x: tensor<?x1024xf16>, %w: !weight, %rows: tensor<?xi32>, %t
 
 // -----
 
+// Few slots: blocks take turns at tiles, each with a pipeline of its own, and a barrier before the next one's copies.
+// CHECK-LABEL: lowbit.program @matmul
+// CHECK:         fits_blocks, grid = ["sm_count * 3", 1, 1], max_blocks = 3
+// CHECK:         lowbit.grid_wait
+// CHECK:         lowbit.read_index %[[FEW:.*]][%{{.*}}, %{{.*}}]
+// CHECK:         scf.for
+// CHECK-COUNT-3:   lowbit.read_index %[[FEW]][
+// CHECK:           %[[LIST:.*]] = lowbit.global_view %rows,
+// CHECK:           scf.for
+// CHECK:             lowbit.pipeline
+// CHECK:               lowbit.copy_async %
+// CHECK:               lowbit.copy_rows %{{.*}}%[[LIST]]
+// CHECK:             lowbit.mma %
+// CHECK:           lowbit.store {{.*}}skip
+// CHECK-NEXT:      lowbit.barrier
+!weight = !lowbit.packed<[512, 1024], #lowbit.format<"u4", []>, 128, "none", "f16">
+func.func @experts(%x: tensor<?x1024xf16>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x128xf16> {
+  %y = lowbit.expert_matmul %x, %w, %rows, %tiles {experts = 4, schedule = {family = "experts_decode", tokens = 8, warps_k = 4, max_blocks_per_sm = 3}}
+      : tensor<?x1024xf16>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x128xf16>
+  return %y : tensor<?x128xf16>
+}
+
+// -----
+
 // Of experts whose sums are gated, y has half as many columns.
 // CHECK-LABEL: lowbit.program @prefill
 // CHECK:         lowbit.mma %

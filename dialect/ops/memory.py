@@ -121,7 +121,8 @@ class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
 
 class CopyRowsOp(Lowbit.Operation, name="copy_rows"):
     """Starts to copy rows of a source that a list names: `copy_async`, but along dim `dim`, offset + index is a place
-    in `rows`, which says what row of the source is copied. Beyond the end of `rows`, zeros are.
+    in `rows`, which says what row of the source is copied. Beyond the end of `rows`, zeros are copied ("zero"), or
+    nothing ("skip").
 
     `rows` is a view of i32 of rank 1 whose memory has one element at least; all that it names must be rows of the
     source.
@@ -145,7 +146,7 @@ class CopyRowsOp(Lowbit.Operation, name="copy_rows"):
         expect(len(rows.shape) == 1, "rows", "rank 1", list(rows.shape))
         check_access(op, source, target.shape, BOUNDARIES, limited=bool(limit))
         word = read_strings(op.boundary)[dim]
-        expect(word == "zero", f"boundary of dim {dim}, whose rows a list names", "zero", word)
+        expect(word in ("zero", "skip"), f"boundary of dim {dim}, whose rows a list names", "zero or skip", word)
         expect(source.divisors[dim] == 1, f"divisor of dim {dim}, whose rows a list names", 1, source.divisors[dim])
         expect(len(limit) in (0, len(source.shape) + 1), "limit", "a factor per dim and the end", list(limit))
         expect(not limit or limit[dim] == 0, f"limit of dim {dim}, whose rows a list names", 0, limit and limit[dim])

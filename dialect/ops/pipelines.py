@@ -10,7 +10,7 @@ from lowbit.dialect.ops.common import I1, constant_of
 from lowbit.dialect.optional import Choice, Flag, Optional
 from lowbit.dialect.types import Lowbit
 
-_COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
+_COPIES = ("lowbit.copy_async", "lowbit.copy_rows", "lowbit.copy_padded")
 _IN_COPIES = (*_COPIES, "lowbit.copy_lines", "lowbit.copy_outliers", "lowbit.fill_table", "lowbit.grid_wait")
 _IN_CONCURRENT = (*_COPIES, "lowbit.commit", "lowbit.stage", "lowbit.await", "lowbit.arrive")
 _MOST_STAGES = 4096  # each has a copy of its own in front of the loop

@@ -98,7 +98,7 @@ func.func @refill(%n: i32) {
 func.func @barrier_among_copies(%n: i32) {
   %c1 = arith.constant 1 : i32
   scf.for %i = %n to %n step %c1 : i32 {
-    // expected-error @below {{copies: expected scalars, lowbit.copy_async, lowbit.copy_padded, lowbit.copy_lines, lowbit.copy_outliers, lowbit.fill_table, lowbit.grid_wait, got lowbit.barrier}}
+    // expected-error @below {{copies: expected scalars, lowbit.copy_async, lowbit.copy_rows, lowbit.copy_padded, lowbit.copy_lines, lowbit.copy_outliers, lowbit.fill_table, lowbit.grid_wait, got lowbit.barrier}}
     "lowbit.pipeline"() ({
       "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
     }) {num_stages = 2, scope = "block", warps = 1} : () -> ()

@@ -104,8 +104,8 @@ class MemoryAccess(Operations):
     ) -> None:
         """Starts to copy rows that a list names, as `copy_async` copies those side by side.
 
-        rows: i32 [count] in device memory; along dim `dim`, offset + index is a place in it, and zeros are copied where
-        there is none (`boundary` "zero"). All rows named must be there.
+        rows: i32 [count] in device memory; along dim `dim`, offset + index is a place in it, and where there is none
+        zeros are copied (`boundary` "zero") or nothing is ("skip"). All rows named must be there.
         """
         ops.CopyRowsOp(
             source.value,

@@ -17,6 +17,7 @@ from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMm
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill_mma.family import EightBitPrefillMma
 from lowbit.passes.kernels.experts.family import Experts
+from lowbit.passes.kernels.experts_decode.family import ExpertsDecode
 from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.permute.family import Permute
 from lowbit.passes.kernels.prefill.family import Prefill
@@ -39,6 +40,7 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     ExpertsMma(),
     EightBitExperts(),
     EightBitExpertsMma(),
+    ExpertsDecode(),
     Permute(),
     Quantize(),
 )

@@ -54,10 +54,11 @@ def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target
     Raises SpecError as `combine` does.
     """
     (tokens, top_k), hidden = routing.slots.shape, o.shape[-1]
-    if hidden % _PIECE or not tokens or o.dtype not in _ELEMENTS or top_k_weights.shape != routing.slots.shape:
+    types = [_ELEMENTS.get(tensor.dtype) for tensor in (o, top_k_weights)]
+    if hidden % _PIECE or not tokens or None in types or top_k_weights.shape != routing.slots.shape:
         return combine(o, routing, top_k_weights)
-    kernel = _combine_kernel(hidden, top_k, _ELEMENTS[o.dtype], target)
-    weights = _aligned(top_k_weights.to(torch.float32))
+    kernel = _combine_kernel(hidden, top_k, *types, target)
+    weights = _aligned(top_k_weights)
     with on_device(o.get_device()):
         y = _unwritten((tokens, hidden), o.dtype, o)
         kernel.start(_aligned(o), routing.slots, routing.tiles, weights, y, tokens)
@@ -84,8 +85,8 @@ def _route_kernel(top_k: int, experts: int, words: int, target: str) -> Kernel:
 
 
 @lru_cache(maxsize=64)
-def _combine_kernel(hidden: int, top_k: int, element: str, target: str) -> Kernel:
+def _combine_kernel(hidden: int, top_k: int, element: str, weights: str, target: str) -> Kernel:
     from lowbit.passes.kernels.combine import combine_program
     from lowbit.pylib.runtime.kernel import compile_program
 
-    return compile_program(lambda: combine_program(hidden, top_k, element), target, racecheck=False)
+    return compile_program(lambda: combine_program(hidden, top_k, element, weights), target, racecheck=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import cast
 
 import torch
@@ -55,22 +55,17 @@ class Stacked:
 
     matrices   the stacked weights of gate_up and down; none where a kernel for all experts does not serve them
     tiles      sizes of token tiles that both have kernels for
-    contents   those of all layers, as they were then (`contents_of`)
+    layers     the layers, as they were then
     """
 
     matrices: tuple[StackedWeights, ...]
     tiles: tuple[int, ...]
-    contents: list[Tensor | MatmulSpec | None]
+    layers: _Layers
 
     def holds(self, lists: Sequence[nn.ModuleList]) -> bool:
-        """Tells whether the layers still have these codes and specs, and nobody has written to them.
-
-        Raises PackError where somebody has, as a call of the layer would.
-        """
-        now = contents_of(lists)
-        if len(now) != len(self.contents) or not all(map(is_, now, self.contents)):
-            return False
-        return all(matrix.tensors[0]._version == matrix.version for matrix in self.matrices)
+        """Tells whether the layers are the same, and nobody has written to their codes."""
+        same = self.layers.are_still(lists)
+        return same and all(matrix.tensors[0]._version == matrix.version for matrix in self.matrices)
 
     def takes(self, x: Tensor) -> bool:
         """Tells whether there are kernels, for an x [tokens, hidden] of this type and size."""
@@ -80,15 +75,33 @@ class Stacked:
         return x.dtype is TORCH[spec.act] and x.shape[1] == spec.k and x.device == self.matrices[0].tensors[0].device
 
 
-def contents_of(lists: Sequence[nn.ModuleList]) -> list[Tensor | MatmulSpec | None]:
-    """Returns the codes and the spec of each layer; None for those that are no low-bit layers, such as adapters, and
-    for those with hooks, which wait for calls."""
-    every = [layer for layers in lists for layer in layers._modules.values() if layer is not None]
-    found: list[Tensor | MatmulSpec | None] = []
-    for layer in every:
-        codes = None if layer._forward_hooks or layer._forward_pre_hooks else layer._buffers.get("codes")
-        found += (codes, None if codes is None else cast(LowbitLinear, layer).spec)
-    return found
+class _Layers:
+    """The layers of lists of experts, their codes and specs, and whether any has hooks, which wait for calls. All of it
+    is looked at again before every call, so in loops that run in C: a list may have hundreds of layers."""
+
+    def __init__(self, lists: Sequence[nn.ModuleList]) -> None:
+        self._modules = _modules_of(lists)
+        every = [layer for layers in self._modules for layer in layers if layer is not None]
+        self._hooks = [hooks for layer in every for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
+        self._packed = [layer for layer in every if layer._buffers.get("codes") is not None]
+        self._buffers, self._hooked = [layer._buffers for layer in self._packed], any(self._hooks)
+        self._codes, self._specs = list(map(_CODES, self._buffers)), list(map(_SPEC, self._packed))
+        self.are_plain = len(self._codes) == len(every) and not self._hooked
+        """Whether all have codes, as adapters do not, and none has hooks."""
+
+    def are_still(self, lists: Sequence[nn.ModuleList]) -> bool:
+        """Tells whether lists have the same layers, with the same codes and specs, and hooks if any had some then."""
+        same = _modules_of(lists) == self._modules and any(self._hooks) == self._hooked
+        same = same and all(map(is_, map(_CODES, self._buffers), self._codes))
+        return same and all(map(is_, map(_SPEC, self._packed), self._specs))
+
+
+_CODES, _SPEC = itemgetter("codes"), attrgetter("spec")
+
+
+def _modules_of(lists: Sequence[nn.ModuleList]) -> list[list[nn.Module | None]]:
+    """Returns the layers of each list, which are equal if they are the same."""
+    return [list(layers._modules.values()) for layers in lists]
 
 
 def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked:
@@ -101,13 +114,12 @@ def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked
         for layer in layers:
             if isinstance(layer, LowbitLinear):
                 layer.check_unwritten()
-    contents = contents_of(lists)
-    served = not any(each is None for each in contents) and all(_served(list(layers)) for layers in lists)
+    served = _Layers(lists).are_plain and all(_served(list(layers)) for layers in lists)
     if served and gate:
         _gate(list(lists[0]), gate)
     matrices = tuple(map(_stack, lists)) if served else ()
     common = [tile for tile in matrices[0].tiles if tile in matrices[1].tiles] if matrices else []
-    return Stacked(matrices if common else (), tuple(common), contents_of(lists))
+    return Stacked(matrices if common else (), tuple(common), _Layers(lists))
 
 
 @assume_constant_result  # torch.compile would trace into what looks at the GPU, and warn

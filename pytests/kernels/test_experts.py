@@ -20,12 +20,15 @@ import lowbit
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.expert_tiles import ExpertTiles
 from lowbit.passes.kernels.experts.choice import schedule_for, schedule_for_few, tiles_of
 from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
+from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
 from lowbit.passes.kernels.persistent.tile_order import Turn
 from lowbit.passes.kernels.registry import family_of, request
+from lowbit.passes.kernels.streaming.work import ExpertWork
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
@@ -34,9 +37,11 @@ from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import pack
 
 SMALL = ExpertsMmaSchedule(16, num_stages=2)
+FEW = ExpertsDecodeSchedule(8, 1, 1, 2, 64, 2)
+FEW_BY_WGMMA = ExpertsDecodeSchedule(16, 1, 4, 2, 128, 3, wgmma=True, refill="after_first_mma")
 AMPERE = parse_target("sm_80")
 Array = np.ndarray[Any, Any]
-AnySchedule = ExpertsMmaSchedule | ExpertsSchedule
+AnySchedule = ExpertsMmaSchedule | ExpertsSchedule | ExpertsDecodeSchedule
 
 
 def routing(experts_of_slots: Array, experts: int, tile: int) -> tuple[Array, Array]:
@@ -111,30 +116,44 @@ ROUTINGS: dict[str, Array] = {
 }
 
 
+@pytest.mark.parametrize("schedule", [SMALL, FEW, replace(FEW, row_blocks=2, warps_n=2)], ids=str)
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_any_routing(name: str) -> None:
-    """Experts of 48 rows: a third of a tile, which ends in the rows of the next."""
-    assert is_right(MatmulSpec(4 * 48, 256, "u4", 64, experts=4), SMALL, ROUTINGS[name], 5)
+def test_any_routing(name: str, schedule: AnySchedule) -> None:
+    """Experts of 48 rows: part of a tile, which ends in the rows of the next."""
+    assert is_right(MatmulSpec(4 * 48, 256, "u4", 64, experts=4), schedule, ROUTINGS[name], 5)
 
 
 @pytest.mark.parametrize(("slots", "blocks"), [(8, 1), (64, 2), (4096, 2)])
 def test_few_tiles_get_a_multiprocessor_each(slots: int, blocks: int) -> None:
-    spec = MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128)
-    assert schedule_for_few(spec, 16, slots, HOPPER) == ExpertsMmaSchedule(16, 128, 4, blocks_per_sm=blocks)
+    spec = MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128, outliers=True)
+    found = schedule_for_few(spec, 16, slots, HOPPER)
+    assert isinstance(found, ExpertsMmaSchedule) and found.blocks_per_sm == blocks
 
 
-def test_many_slots_are_multiplied_by_wgmma() -> None:
+def test_few_experts_have_small_tiles() -> None:
+    """Of the 192 tiles of 64 rows that eight experts have, some multiprocessors would have two and others one."""
     spec = MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128)
-    kinds = {tile: type(schedule_for(spec, tile, HOPPER)) for tile in tiles_of(spec, HOPPER)}
-    assert kinds == dict.fromkeys((16, 32), ExpertsMmaSchedule) | dict.fromkeys((64, 128, 192), ExpertsSchedule)
-    assert {type(schedule_for(spec, tile, AMPERE)) for tile in tiles_of(spec, AMPERE)} == {ExpertsMmaSchedule}
+    few, many = (schedule_for_few(spec, 8, slots, HOPPER) for slots in (8, 512))
+    assert isinstance(few, ExpertsDecodeSchedule) and isinstance(many, ExpertsDecodeSchedule)
+    assert few.rows < many.rows
+
+
+def test_which_kernel_serves_which_tiles() -> None:
+    spec = MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128)
+    kinds = {
+        target: {tile: type(schedule_for(spec, tile, target)) for tile in tiles_of(spec, target)}
+        for target in (HOPPER, AMPERE)
+    }
+    few, many = ExpertsDecodeSchedule, ExpertsSchedule
+    assert kinds[HOPPER] == dict.fromkeys((8, 16, 32, 64), few) | dict.fromkeys((128, 192), many)
+    assert kinds[AMPERE] == dict.fromkeys((8, 16), few) | dict.fromkeys((32, 64, 128, 192), ExpertsMmaSchedule)
 
 
 def test_rounds_waste_no_columns() -> None:
     """768 columns are three rounds of 256, not two of 512; of 2880, six of these are hardly more than are needed."""
     for k, panels in {768: (128, 2), 2880: (128, 4)}.items():
         spec = MatmulSpec(128 * 2048, k, "u4", 64, experts=128)
-        assert schedule_for(spec, 32, HOPPER) == ExpertsMmaSchedule(32, *panels, blocks_per_sm=2)
+        assert schedule_for(spec, 32, AMPERE) == ExpertsMmaSchedule(32, *panels, blocks_per_sm=2)
 
 
 CASES: list[tuple[dict[str, Any], AnySchedule]] = [
@@ -162,19 +181,32 @@ def test_any_format(choices: dict[str, Any], schedule: AnySchedule) -> None:
     assert is_right(MatmulSpec(**spec), schedule, ids, 11)
 
 
-def test_a_row_depends_on_no_other() -> None:
+@pytest.mark.parametrize(("tile", "target"), [(8, AMPERE), *((tile, HOPPER) for tile in (8, 16, 32, 64))], ids=str)
+@pytest.mark.parametrize("choices", [choices for choices, _ in CASES], ids=str)
+def test_any_format_of_few_slots(choices: dict[str, Any], tile: int, target: Target) -> None:
+    """By the kernel that is chosen, which streams weights unless they have outliers."""
+    spec = MatmulSpec(**{"k": 512, "experts": 3} | choices)
+    tile = 16 if spec.outliers else tile
+    schedule = schedule_for(spec, tile, target)
+    assert schedule is not None and (tile > 16 or isinstance(schedule, ExpertsDecodeSchedule) != spec.outliers)
+    ids = np.random.default_rng(1).choice(3, 50, p=[0.7, 0.1, 0.2])
+    assert is_right(spec, schedule, ids, 11, target)
+
+
+@pytest.mark.parametrize("schedule", [SMALL, FEW, FEW_BY_WGMMA], ids=str)
+def test_a_row_depends_on_no_other(schedule: AnySchedule) -> None:
     """What is no number in one token stays there, and the bits of the others are what they were."""
-    spec = MatmulSpec(2 * 64, 256, "u4", 64, experts=2)
+    spec = MatmulSpec(2 * 64, 512, "u4", 64, experts=2)
     x, weight = random_inputs(replace(spec, experts=1), 6)
     ids = np.array([0, 1, 1, 0, 1, 0])
-    before, _, rows = run(spec, SMALL, ids, x, weight)
+    before, _, rows = run(spec, schedule, ids, x, weight, HOPPER)
     x[2] = torch.nan
-    after, _, _ = run(spec, SMALL, ids, x, weight)
+    after, _, _ = run(spec, schedule, ids, x, weight, HOPPER)
     other = torch.from_numpy(rows != 2)
     assert torch.equal(before[other], after[other]) and torch.isnan(after[~other]).all()
 
 
-@pytest.mark.parametrize("schedule", [SMALL, ExpertsSchedule(32)], ids=["mma", "wgmma"])
+@pytest.mark.parametrize("schedule", [SMALL, ExpertsSchedule(32), FEW, FEW_BY_WGMMA], ids=str)
 @pytest.mark.parametrize("name", ["one", "uneven", "some elsewhere", "none here"])
 def test_on_hopper(name: str, schedule: AnySchedule) -> None:
     assert is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), schedule, ROUTINGS[name], 5, HOPPER)
@@ -217,11 +249,36 @@ def test_specs_that_are_none(choices: dict[str, Any], message: str) -> None:
             ExpertsMmaSchedule(128, 128, 4, blocks_per_sm=2),
             "blocks_per_sm=2 of .* bytes of shared memory each do not fit sm_80",
         ),
+        (MatmulSpec(192, 256, "u4", 64), FEW, "experts_decode is for weights of several experts"),
+        (MatmulSpec(192, 260, "u4", experts=4), FEW, "copies x in whole 16-byte pieces"),
+        (MatmulSpec(192, 256, "u4", 64, experts=4, outliers=True), FEW, "experts_decode adds no outliers; take an Exp"),
+        (MatmulSpec(192, 256, "u4", 64, experts=4), FEW_BY_WGMMA, "wgmma"),
+        (
+            MatmulSpec(192, 256, "u4", 64, experts=4),
+            replace(FEW, warps_k=16, max_blocks_per_sm=8),
+            "max_blocks_per_sm=8, but sm_80 has room for 2 of these blocks; take fewer",
+        ),
     ],
 )
 def test_schedules_that_do_not_fit(spec: MatmulSpec, schedule: AnySchedule, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         request(spec, AMPERE, schedule)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"split_k": 2}, "experts_decode needs split_k=1; got split_k=2"),
+        ({"preload_weights": True, "num_stages": 1}, "experts_decode needs preload_weights=False"),
+        ({"tokens": 128, "wgmma": True, "warps_n": 4}, "tokens=128 must be one of 8, 16, 32, 64 for experts_decode"),
+        ({"wgmma": True, "warps_n": 4, "refill": "per_warp"}, "experts_decode needs another refill than 'per_warp'"),
+        ({"max_blocks_per_sm": 0}, "experts_decode needs max_blocks_per_sm of at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_choices_that_do_not_fit(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        replace(FEW, **choice)
 
 
 @pytest.mark.parametrize("target", ["cpu", "emulator:sm_80"])
@@ -237,16 +294,32 @@ def test_a_matmul_is_no_layer(target: str) -> None:
 # -- that these tests can fail
 
 
-MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "the end of the tile before": (Turn, "end_of", lambda self, inside: self.here.end),
-    "no rows of their own": (ExpertOrder, "first", lambda self: self._position(self.block + 1)),
+def _without_its_last_barrier(work: ExpertWork, block: Any) -> None:
+    barrier, work.p.barrier = work.p.barrier, lambda *_, **__: None  # type: ignore[method-assign]
+
+    def whole() -> None:
+        work.p.barrier = barrier  # type: ignore[method-assign]
+        block()
+        work.p.barrier = lambda *_, **__: None  # type: ignore[method-assign]
+
+    RUN(work, whole)
+
+
+RUN, TILE = ExpertWork.run, ExpertTiles.tile
+MUTATIONS: dict[str, tuple[AnySchedule, Any, str, Any]] = {
+    "the end of the tile before": (SMALL, Turn, "end_of", lambda self, inside: self.here.end),
+    "no rows of their own": (SMALL, ExpertOrder, "first", lambda self: self._position(self.block + 1)),
+    "the slots of another": (FEW, ExpertTiles, "tile", lambda self, number: TILE(self, number + 1)),
+    "rows of all experts": (FEW, ExpertWork, "first_row", lambda self: self.tile * self.plan.schedule.rows),
+    "sums that are overwritten": (FEW, ExpertWork, "run", _without_its_last_barrier),
 }
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*MUTATIONS[what])
+    schedule, *change = MUTATIONS[what]
+    monkeypatch.setattr(*change)
     right = False
     with contextlib.suppress(EmulatorError):
-        right = is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), SMALL, ROUTINGS["uneven"], 5)
+        right = is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), schedule, ROUTINGS["uneven"], 5)
     assert not right

@@ -15,35 +15,47 @@ from typing import Any
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, KernelSchedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.eight_bit_experts.family import EightBitExperts
 from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMma
 from lowbit.passes.kernels.experts.family import MOST_BY_MMA, Experts
+from lowbit.passes.kernels.experts_decode.candidates import fastest
 from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
+from lowbit.passes.kernels.persistent.expert_family import ExpertFamily
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.target import Target
 
-_Family = KernelFamily[Any]
+_Family = ExpertFamily[Any]
 _IN_ACT: tuple[_Family, _Family] = (Experts(), ExpertsMma())
 _IN_BYTES: tuple[_Family, _Family] = (EightBitExperts(), EightBitExpertsMma())
-_TILES = (16, 32, 64, 128, 192)
-_BY_MEAN = ((16, 16), (24, 32), (44, 64), (90, 128), (150, 192), (400, 128), (math.inf, 192))
+_MOST_STREAMED = 64  # slots of a tile, up to which weights that stream are as fast as a persistent kernel
+_TILES = (8, 16, 32, 64, 128, 192)
+_BY_MEAN = ((5, 8), (11, 16), (26, 32), (70, 64), (90, 128), (150, 192), (400, 128), (math.inf, 192))
 """Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
 
 
-@lru_cache(maxsize=256)
 def schedule_for(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule | None:
     """Returns the schedule of the kernel whose tiles have so many slots; None where there is none."""
-    by_wgmma, by_mma = _IN_BYTES if spec.compute else _IN_ACT
-    families = (by_wgmma, by_mma) if target.has_wgmma and tile > MOST_BY_MMA else (by_mma,)
-    return next((s for family in families for s in family.candidates(spec, tile, target)), None)
+    return _schedule(spec, tile, spec.experts, target)
 
 
 def schedule_for_few(spec: MatmulSpec, tile: int, slots: int, target: Target) -> KernelSchedule | None:
-    """Returns `schedule_for`, with a multiprocessor for each tile where there are no more of these."""
-    found = schedule_for(spec, tile, target)
-    if isinstance(found, ExpertsMmaSchedule) and slots <= most_alone(spec, target):
+    """Returns `schedule_for`, or the schedule for so few experts that are hit, where each tile has a multiprocessor."""
+    few = slots <= most_alone(spec, target)
+    return _schedule(spec, tile, min(max(slots, 1), spec.experts) if few else spec.experts, target)
+
+
+@lru_cache(maxsize=256)
+def _schedule(spec: MatmulSpec, tile: int, hit: int, target: Target) -> KernelSchedule | None:
+    """Returns the schedule for tiles of so many slots where so many experts are hit."""
+    if tile <= _MOST_STREAMED and not spec.compute and (found := fastest(spec, tile, hit, target)):
+        return found
+    by_wgmma, by_mma = _IN_BYTES if spec.compute else _IN_ACT
+    families = (by_wgmma, by_mma) if target.has_wgmma and tile > MOST_BY_MMA else (by_mma,)
+    serving = (family for family in families if tile in family.tiles)
+    found = next((s for family in serving for s in family.candidates(spec, tile, target)), None)
+    if isinstance(found, ExpertsMmaSchedule) and hit < spec.experts:
         alone = replace(found, blocks_per_sm=1)
         return alone if family_of(alone).allows(spec, alone, target) else found
     return found
@@ -64,7 +76,7 @@ def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     if not found:
         for kind in spec.kinds:
             _, by_mma = _IN_BYTES if kind.compute else _IN_ACT
-            by_mma.check(kind, by_mma.schedule_type(_TILES[0]), target)
+            by_mma.check(kind, by_mma.schedule_type(by_mma.tiles[0]), target)
         raise SpecError(f"no kernel multiplies by ({spec}) on {target}; take a matmul per expert")
     return found
 

@@ -1,22 +1,16 @@
 """Which tiles a block computes where a weight has several experts, and a token goes to some of them: `ExpertOrder`.
 
-Rows of x come sorted by expert (as *slots*: a token has one for each of its experts), and a table in device memory says
-where. So nothing depends on how many slots an expert has but what is read there: a graph that was captured once serves
-any routing. A *token tile* is a tile's worth of slots of one expert, or what is left of them. Its tiles of rows follow
-one another, so that blocks read the same slots, and the weight of one expert, at the same time.
-
-    tiles [1 + most, 3] of i32:   row 0: how many token tiles there are
-                                  each other row: an expert, the first slot, and the slot before which the tile ends
+Tiles of rows of a token tile (`ExpertTiles`) follow one another, so that blocks read the same slots, and the weight of
+one expert, at the same time.
 """
 
 from __future__ import annotations
 
 from lowbit.passes.builder import Index, Program, Scalar
+from lowbit.passes.kernels.expert_tiles import ExpertTiles
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import WARPS
 from lowbit.passes.kernels.persistent.tile_order import Position, Turn
-
-COLUMNS = 3  # of the table
 
 
 class ExpertOrder:
@@ -26,8 +20,8 @@ class ExpertOrder:
 
     def __init__(self, p: Program, plan: PersistentPlan, block: Scalar, blocks: Scalar) -> None:
         self.p, self.shapes, self.block, self.blocks = p, plan.tiles, block, blocks
-        self._table = p.global_view(p["tiles"], "i32", (-1, COLUMNS), sizes=[p["m"] + 1])
-        self.tiles = p.read_index(self._table, (0, 0)) * plan.tiles.row_tiles
+        self._table = ExpertTiles(p)
+        self.tiles = self._table.count * plan.tiles.row_tiles
 
     @property
     def has_tile(self) -> Scalar:
@@ -52,6 +46,6 @@ class ExpertOrder:
         """Where a tile is, and for one beyond the last where the last is; without tiles, a place that may be read."""
         shapes = self.shapes
         tile = tile.min(self.tiles - 1).max(0)
-        token_tile, row = tile // shapes.row_tiles + 1, tile % shapes.row_tiles * (WARPS // shapes.unit)
-        expert, first, end = (self.p.read_index(self._table, (token_tile, column)) for column in range(COLUMNS))
+        token_tile, row = tile // shapes.row_tiles, tile % shapes.row_tiles * (WARPS // shapes.unit)
+        expert, first, end = self._table.tile(token_tile)
         return Position(expert * (shapes.row_blocks // shapes.unit) + row, first, row, end)

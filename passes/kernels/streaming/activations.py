@@ -66,7 +66,7 @@ class SwizzledX(Activations):
         layout = self.layout(self.panels, self.schedule.tokens, self.panel, vector=self.spec.x.per_vector)
         boundary = (self.block.step_boundary, "none", "skip", "none")
         limit = self.limit(self.schedule.step_k, self.panel, 0, 1)
-        self.p.copy_async(self.view, self.buffer, (step, 0, 0, 0), layout, boundary, limit)
+        self.block.work.copy_x(self.view, self.buffer, (step, 0, 0, 0), 2, layout, boundary, limit)
 
 
 class _Rows(Activations):
@@ -91,8 +91,8 @@ class RowsOfX(_Rows):
     def copy(self, step: Scalar) -> None:
         s = self.schedule
         layout = self.layout(s.tokens, s.step_k, vector=self.spec.x.per_vector)
-        boundary = (self.block.step_boundary, "skip", "none")
-        self.p.copy_async(self.view, self.buffer, (step, 0, 0), layout, boundary, self.limit(s.step_k, 0, 1))
+        boundary, limit = (self.block.step_boundary, "skip", "none"), self.limit(s.step_k, 0, 1)
+        self.block.work.copy_x(self.view, self.buffer, (step, 0, 0), 1, layout, boundary, limit)
 
 
 class ElementsOfX(_Rows):

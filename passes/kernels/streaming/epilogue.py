@@ -23,7 +23,8 @@ class Ending:
     def __init__(self, block: Block) -> None:
         self.p, self.work, self.plan = block.p, block.work, block.plan
         self.spec, self.schedule = block.spec, block.schedule
-        self._end = Epilogue(block.p, block.spec, ragged=block.spec.n % block.schedule.rows != 0)
+        of_expert = block.spec.n // block.spec.experts
+        self._end = Epilogue(block.p, block.spec, ragged=of_expert % block.schedule.rows != 0)
 
     def finish(self, total: Tile) -> None:
         """The sum over warps and splits that share rows, then scales of rows and of x, bias, conversion, store."""
@@ -110,5 +111,4 @@ class Ending:
             total = p.mul(total, p.load(x_scales, (0, 0), total.layout.reduce((0,)), ("none", "clamp")))
         if spec.row_scales and not spec.outliers:  # else before the outliers were added
             total = p.mul(total, end.per_row("row_scales", "f32", total, first_row))
-        numbers = end.numbers(total, first_row)
-        self.work.store(numbers, end.view_like_y("y"), end.row_of_y(first_row), end.outside("skip"))
+        self.work.store(end.numbers(total, first_row), end, first_row)

@@ -72,7 +72,7 @@ ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothi
 def streaming_kernel(
     plan: KernelPlan,
     *,
-    work: Callable[[Program, KernelPlan], Work],
+    work: type[Work],
     activations: Callable[[Block], Activations],
     engine: Callable[[Block, Operands], Engine],
     ending: Callable[[Block], Ending],
@@ -85,7 +85,7 @@ def streaming_kernel(
     engine       how a warp multiplies a step
     ending       how sums of warps and blocks become y
     """
-    p = _program(plan)
+    p = _program(plan, work)
     with p:
         share = work(p, plan)
 
@@ -101,7 +101,7 @@ def streaming_kernel(
     return p.module
 
 
-def _program(plan: KernelPlan) -> Program:
+def _program(plan: KernelPlan, work: type[Work]) -> Program:
     """Returns the empty program, with its parameters and its grid."""
     spec, s, workspace = plan.spec, plan.schedule, plan.ending.workspace_bytes
     names = [*plan.x.inputs, *(slot.name for slot in spec.tensors), "y", *spec.call_inputs]
@@ -109,12 +109,12 @@ def _program(plan: KernelPlan) -> Program:
     return Program(
         "matmul",
         s.threads,
-        (plan.steps.launched_tiles, s.split_k, 1),
+        work.grid(plan),
         dict.fromkeys(names, "pointer") | {"m": "i32"},
         workspace,
         s.max_blocks_per_sm,
         (1, s.cluster, 1),
-        fits_blocks=plan.engine.takes_registers_left or s.outliers_by_step,
+        fits_blocks=plan.engine.takes_registers_left or s.outliers_by_step or spec.experts > 1,
     )
 
 

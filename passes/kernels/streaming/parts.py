@@ -2,7 +2,7 @@
 
 | part | choices |
 |---|---|
-| `work`: which rows, part of k and tokens a block has | `Work`: by its place in the grid |
+| `work`: which rows, part of k and tokens a block has | `Work`: by its place; `ExpertWork`: by a table of slots |
 | `activations`: how x comes to shared memory | `activations_of`: swizzled for wgmma, else padded rows |
 | `engine`: how a warp multiplies its step | `Mma`, `Wgmma`, `InPlaceWgmma`, `SpreadMma`, `LimbMma`, `Bytes` |
 | `ending`: how sums of warps and blocks become y | `Ending` |
@@ -16,11 +16,12 @@ from lowbit.passes.kernels.streaming.limbs import LimbMma
 from lowbit.passes.kernels.streaming.mma import Mma
 from lowbit.passes.kernels.streaming.spread import SpreadMma
 from lowbit.passes.kernels.streaming.wgmma import InPlaceWgmma, Wgmma
-from lowbit.passes.kernels.streaming.work import Work
+from lowbit.passes.kernels.streaming.work import ExpertWork, Work
 
 __all__ = [
     "Bytes",
     "Ending",
+    "ExpertWork",
     "InPlaceWgmma",
     "LimbMma",
     "Mma",

@@ -44,8 +44,18 @@ class Steps:
 
     @property
     def tiles(self) -> int:
-        """Blocks side by side along n."""
-        return -(-self.spec.packing.row_blocks // self.row_blocks)
+        """Blocks side by side along n, or along the rows of an expert."""
+        return -(-self.row_blocks_of_expert // self.row_blocks)
+
+    @property
+    def row_blocks_of_expert(self) -> int:
+        """Row blocks of the weight that one of its experts has: all of them, unless there are several."""
+        return self.spec.packing.row_blocks // self.spec.experts
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the last of these tiles has rows beyond the last."""
+        return self.row_blocks_of_expert % self.row_blocks != 0
 
     @property
     def launched_tiles(self) -> int:

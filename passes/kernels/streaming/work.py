@@ -1,15 +1,18 @@
 """The work of a block: which rows of the weight it has, which part of k, which tokens of x, and where it stores.
 
-The parts of a kernel ask their `Work`, and never the grid. This is the plain one: block (i, j) of the grid has tile i
-of rows and part j of k, and the tokens of the launch in order. A kernel whose blocks look up what they have, or gather
-tokens, gives another with these methods to `streaming_kernel`.
+The parts of a kernel ask their `Work`, and never the grid. `Work` is the plain one: block (i, j) of the grid has tile i
+of rows and part j of k, and the tokens of the launch in order. `ExpertWork` is that of weights of several experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from lowbit.passes.builder import Memory, Program, Scalar, Tile, as_i32
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile, as_i32
+from lowbit.passes.kernels.epilogue import Epilogue
+from lowbit.passes.kernels.expert_tiles import ExpertTiles
 from lowbit.passes.kernels.streaming.plan import KernelPlan
 
 
@@ -25,6 +28,11 @@ class Work:
     def __init__(self, p: Program, plan: KernelPlan) -> None:
         self.p, self.plan = p, plan
         self.tile = p.block_id(0)
+
+    @staticmethod
+    def grid(plan: KernelPlan) -> tuple[int | str, int, int]:
+        """Returns the blocks that are launched."""
+        return plan.steps.launched_tiles, plan.schedule.split_k, 1
 
     def run(self, block: Callable[[], None]) -> None:
         """Writes the program of a block by `block`. Blocks without work fill up the grid: they keep a place until the
@@ -47,7 +55,7 @@ class Work:
     @property
     def row_boundary(self) -> str:
         """What is read in place of row blocks beyond the last."""
-        return "clamp" if self.plan.spec.packing.row_blocks % self.plan.steps.row_blocks else "none"
+        return "clamp" if self.plan.steps.is_ragged else "none"
 
     def split(self) -> Scalar:
         """Returns which part of k the block has."""
@@ -66,10 +74,83 @@ class Work:
         """Returns a view of the parameter of this name, which has something of each token. shape: -1 for tokens."""
         return self.p.global_view(self.p[name], element, shape, strides, sizes=[self.tokens])
 
+    def copy_x(
+        self,
+        x: Memory,
+        target: Memory,
+        offsets: Sequence[Index],
+        dim: int,
+        layout: Layout,
+        boundary: Sequence[str],
+        limit: Sequence[int],
+    ) -> None:
+        """Starts to copy the block's tokens, which are along dim `dim` of a view of x, in whole pieces of 16 bytes."""
+        self.p.copy_async(x, target, offsets, layout, boundary, limit)
+
     def first_row(self) -> Scalar:
         """Returns the first row of the block's sums."""
         return self.tile * self.plan.schedule.rows
 
-    def store(self, numbers: Tile, y: Memory, row: Scalar, outside: str) -> None:
-        """Stores numbers [rows of y, tokens] from a row of y on. outside: what happens to rows beyond the last."""
-        self.p.store(numbers, y, (row, 0), (outside, "skip"))
+    def store(self, numbers: Tile, end: Epilogue, first_row: Scalar) -> None:
+        """Stores numbers [rows of y, tokens] that were made of sums from a row on."""
+        self.p.store(numbers, end.view_like_y("y"), (end.row_of_y(first_row), 0), (end.outside("skip"), "skip"))
+
+
+class ExpertWork(Work):
+    """Tiles of rows of experts, for the slots of a token tile each (`ExpertTiles`). Blocks take turns at them, however
+    many there are; none shares k with others.
+
+    first_slot  the first slot of the token tile; known inside `run`, as is what is beside it
+    end         the slot before which it ends
+    """
+
+    first_slot: Scalar
+    end: Scalar
+
+    @staticmethod
+    def grid(plan: KernelPlan) -> tuple[int | str, int, int]:
+        return f"sm_count * {plan.schedule.max_blocks_per_sm}", 1, 1
+
+    def run(self, block: Callable[[], None]) -> None:
+        p, steps = self.p, self.plan.steps
+        p.grid_wait()  # until the table is there
+        table, first, blocks = ExpertTiles(p), p.block_id(0), p.block_count(0)
+        count = table.count * steps.tiles
+        with p.loop(0, (count + blocks - 1 - first) // blocks) as loop:
+            number = first + loop.index * blocks
+            self.tile = number % steps.tiles
+            self._expert, self.first_slot, self.end = table.tile(number // steps.tiles)
+            self.first_block = self._expert * steps.row_blocks_of_expert + self.tile * steps.row_blocks
+            self._slots = p.global_view(p["rows"], "i32", (-1,), sizes=[self.end])
+            block()
+            p.barrier()  # the next tile's stages take the place of sums
+
+    def split(self) -> Scalar:
+        return Scalar.of(0)
+
+    @property
+    def tokens(self) -> Scalar:
+        return self.end - self.first_slot
+
+    def copy_x(
+        self,
+        x: Memory,
+        target: Memory,
+        offsets: Sequence[Index],
+        dim: int,
+        layout: Layout,
+        boundary: Sequence[str],
+        limit: Sequence[int],
+    ) -> None:
+        """Starts to copy the rows of x that the parameter "rows" names for the slots of the token tile."""
+        places = (*offsets[:dim], self.first_slot, *offsets[dim + 1 :])
+        self.p.copy_rows(x, self._slots, target, places, dim, layout, boundary, limit)
+
+    def first_row(self) -> Scalar:
+        return self.first_block * ROWS
+
+    def store(self, numbers: Tile, end: Epilogue, first_row: Scalar) -> None:
+        """Stores numbers of slots to their rows of y, which have columns for one expert."""
+        row = end.row_of_y(first_row - self._expert * (self.plan.steps.row_blocks_of_expert * ROWS))
+        outside = end.outside("skip"), "skip"
+        self.p.store(numbers, end.view_like_y("y", self.end), (row, self.first_slot), outside)

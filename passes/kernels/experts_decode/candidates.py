@@ -1,0 +1,112 @@
+"""The schedules from which the rule chooses for few slots of each expert, and the one that it expects to be fastest.
+
+Blocks take turns at the tiles of all experts that are hit, as if these were one matrix; so the cost model of the dense
+kernels serves. The shapes are those that won most often on an H200 (docs/lab-notebook/experts.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts_decode.legality import fits
+from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
+from lowbit.passes.kernels.streaming.candidates import SMALL_GROUP
+from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, predict, spills
+from lowbit.passes.kernels.streaming.plan import known_plan
+from lowbit.passes.target import Target
+
+
+class _Shape(NamedTuple):
+    """A candidate but for its slots.
+
+    blocks  at most so many on a multiprocessor
+    """
+
+    row_blocks: int
+    warps_n: int
+    warps_k: int
+    step_k: int
+    num_stages: int
+    blocks: int
+    wgmma: bool = False
+
+    def schedule(self, tile: int) -> ExpertsDecodeSchedule:
+        """Returns the schedule for so many slots."""
+        return ExpertsDecodeSchedule(
+            tile,
+            self.row_blocks,
+            self.warps_n,
+            self.warps_k,
+            self.step_k,
+            self.num_stages,
+            wgmma=self.wgmma,
+            max_blocks_per_sm=self.blocks,
+            refill="after_first_mma" if tile >= _MANY else "before_mma",
+            overlap_groups=self.wgmma and self.row_blocks == 1,
+        )
+
+
+_SHAPES = {
+    8: (
+        *(_Shape(2, 2, 4, 128, 3, 3), _Shape(1, 2, 4, 128, 2, 3), _Shape(2, 2, 2, 128, 4, 3)),
+        *(_Shape(2, 4, 1, 256, 4, 2), _Shape(2, 4, 1, 256, 2, 4), _Shape(4, 1, 8, 256, 2, 1)),
+        *(_Shape(2, 4, 1, 128, 2, 3), _Shape(1, 4, 2, 128, 3, 4), _Shape(2, 1, 2, 256, 2, 4)),
+        _Shape(1, 4, 1, 256, 3, 6, wgmma=True),
+    ),
+    16: (
+        *(_Shape(2, 4, 1, 256, 3, 3), _Shape(2, 4, 1, 128, 4, 4), _Shape(2, 2, 2, 128, 3, 2)),
+        *(_Shape(2, 4, 2, 128, 4, 2, wgmma=True), _Shape(2, 4, 1, 256, 3, 3, wgmma=True)),
+        *(_Shape(2, 4, 1, 128, 2, 5, wgmma=True), _Shape(2, 4, 1, 128, 4, 4, wgmma=True)),
+    ),
+    32: (
+        *(_Shape(1, 4, 2, 256, 2, 2, wgmma=True), _Shape(1, 8, 1, 256, 2, 2, wgmma=True)),
+        *(_Shape(1, 8, 2, 256, 3, 1, wgmma=True), _Shape(1, 4, 1, 256, 2, 3, wgmma=True)),
+        _Shape(2, 4, 1, 128, 2, 4, wgmma=True),
+    ),
+    64: (
+        *(_Shape(1, 16, 1, 256, 2, 1, wgmma=True), _Shape(1, 8, 1, 128, 4, 2, wgmma=True)),
+        _Shape(1, 16, 1, 256, 3, 1, wgmma=True),
+    ),
+}
+_OF_SMALL_GROUPS = {
+    8: (
+        *(_Shape(2, 4, 1, 128, 2, 3), _Shape(2, 2, 2, 128, 4, 3)),
+        *(_Shape(2, 2, 4, 128, 2, 2), _Shape(2, 2, 2, 128, 2, 3)),
+    )
+}
+_MANY = 64  # slots of a tile, from which on the first product need not wait for the copies of a round
+_LEAST = (_Shape(1, 1, 4, 0, 2, 4), _Shape(1, 1, 2, 0, 2, 4), _Shape(1, 1, 1, 0, 2, 4))  # step_k: a chunk
+
+
+def candidates(spec: MatmulSpec, tile: int, target: Target) -> list[ExpertsDecodeSchedule]:
+    """Returns the schedules with tiles of so many slots that fit; small ones where k is too short for the others. None
+    where tiles of so many slots are not for this kernel."""
+    group = spec.packing.padded_group
+    shapes = _SHAPES | (_OF_SMALL_GROUPS if group and group <= SMALL_GROUP else {})
+    found = list(_fitting(spec, tile, target, shapes.get(tile, ())))
+    if found or all(shape.wgmma for shape in shapes.get(tile, ())):
+        return found
+    return list(_fitting(spec, tile, target, [shape._replace(step_k=spec.packing.chunk) for shape in _LEAST]))
+
+
+def fastest(spec: MatmulSpec, tile: int, hit: int, target: Target) -> ExpertsDecodeSchedule | None:
+    """Returns the candidate that is expected to take the least time where so many experts are hit; None without any."""
+    some = replace(spec, n=hit * (spec.n // spec.experts), experts=1)
+    return min(candidates(spec, tile, target), key=lambda s: predict(some, tile, s, target), default=None)
+
+
+def _fitting(
+    spec: MatmulSpec, tile: int, target: Target, shapes: Iterable[_Shape]
+) -> Iterator[ExpertsDecodeSchedule]:
+    """Yields the schedules of these shapes that fit and have work for every warp, in two rounds or more of several."""
+    for s in (shape.schedule(tile) for shape in shapes):
+        plan = known_plan(spec, s)
+        room = blocks_per_sm(plan, target)
+        works = s.warps_k == 1 or 2 * s.warps_k <= plan.steps.count
+        if room and works and not spills(plan, target):
+            s = replace(s, max_blocks_per_sm=room)
+            if fits(spec, s, target):
+                yield s

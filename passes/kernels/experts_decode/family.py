@@ -1,0 +1,77 @@
+"""The family for weights of several experts that have few slots each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, ClassVar
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.experts_decode import legality
+from lowbit.passes.kernels.experts_decode.candidates import candidates
+from lowbit.passes.kernels.experts_decode.schedule import TOKENS, ExpertsDecodeSchedule
+from lowbit.passes.kernels.streaming.cost_model import predict
+from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.target import Target
+
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
+
+_STAGES, _BLOCKS = (2, 3, 4, 6), (1, 2, 3, 4, 6, 8)
+
+
+class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
+    """The weights of the experts that are hit stream through the tensor cores, as in the decode kernels."""
+
+    name: ClassVar[str] = "experts_decode"
+    operation: ClassVar[Operation] = "expert_matmul"
+    schedule_type = ExpertsDecodeSchedule
+    takes_any_tokens: ClassVar[bool] = True
+
+    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        """Slots of a tile, of which a kernel serves any number."""
+        return tuple(tile for tile in TOKENS if self.candidates(spec, tile, target)) if spec.experts > 1 else ()
+
+    def serves(self, schedule: ExpertsDecodeSchedule, token_tile: int) -> bool:
+        return schedule.tokens == token_tile
+
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
+        return candidates(spec, token_tile, target)
+
+    def predict(self, spec: MatmulSpec, token_tile: int, schedule: ExpertsDecodeSchedule, target: Target) -> float:
+        """About how many microseconds a launch takes in which all experts are hit, each by one token tile."""
+        return predict(replace(spec, experts=1), token_tile, schedule, target)
+
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
+        """The candidates with other numbers of stages and of blocks, too."""
+
+        def others(s: ExpertsDecodeSchedule) -> Iterator[ExpertsDecodeSchedule]:
+            for stages, blocks in product(_STAGES, _BLOCKS):
+                yield replace(s, num_stages=stages, max_blocks_per_sm=blocks)
+
+        every = dict.fromkeys(other for s in self.candidates(spec, token_tile, target) for other in (s, *others(s)))
+        return [s for s in every if self.allows(spec, s, target)]
+
+    def check(self, spec: MatmulSpec, schedule: ExpertsDecodeSchedule, target: Target) -> None:
+        legality.check_schedule(spec, schedule, target)
+
+    def rounding(self, spec: MatmulSpec, schedule: ExpertsDecodeSchedule) -> dict[str, bool]:
+        return KernelPlan(spec, schedule).rounding
+
+    def build(self, spec: MatmulSpec, schedule: ExpertsDecodeSchedule) -> ir.Module:
+        from lowbit.passes.kernels.streaming.parts import (
+            Ending,
+            ExpertWork,
+            InPlaceWgmma,
+            Mma,
+            Wgmma,
+            activations_of,
+            streaming_kernel,
+        )
+
+        plan = KernelPlan(spec, schedule)
+        wgmma = InPlaceWgmma if plan.arithmetic.sums_in_place else Wgmma
+        engine = wgmma if schedule.wgmma else Mma
+        return streaming_kernel(plan, work=ExpertWork, activations=activations_of, engine=engine, ending=Ending)

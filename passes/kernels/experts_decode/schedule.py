@@ -1,0 +1,48 @@
+"""What the free choices of the kernel for few slots of each expert are: `ExpertsDecodeSchedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.decode.schedule import Schedule
+
+_FIXED: Mapping[str, Any] = {
+    "split_k": 1,
+    "cluster": 1,
+    "preload_weights": False,
+    "min_blocks": 0,
+    "spread_k": False,
+    "outliers_by_step": False,
+}
+TOKENS = (8, 16, 32, 64)
+"""Slots of a tile."""
+
+
+@dataclass(frozen=True)
+class ExpertsDecodeSchedule(Schedule):
+    """The free choices of the kernel for few slots of each expert: those of `Schedule` that concern one block alone.
+
+    tokens             slots of a tile, which are those of one expert: 8, 16, 32 or 64. Who makes the table of them must
+                       know it
+    max_blocks_per_sm  how many blocks a multiprocessor holds, each of which takes turns at the tiles; a thread takes no
+                       more registers than that leaves
+    split_k, cluster   1; other choices that are not about the steps of a block are as by default
+    """
+
+    max_blocks_per_sm: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in _FIXED.items():
+            if getattr(self, name) != value:
+                raise SpecError(f"schedule: experts_decode needs {name}={value}; got {name}={getattr(self, name)}")
+        if self.refill == "per_warp":
+            raise SpecError("schedule: experts_decode needs another refill than 'per_warp', which counts in one tile")
+        if self.tokens not in TOKENS:
+            allowed = ", ".join(map(str, TOKENS))
+            raise SpecError(f"schedule: tokens={self.tokens} must be one of {allowed} for experts_decode")
+        if not self.max_blocks_per_sm:
+            raise SpecError("schedule: experts_decode needs max_blocks_per_sm of at least 1, got 0")
