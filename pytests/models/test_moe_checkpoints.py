@@ -29,12 +29,15 @@ SIZES: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LLAMA4 = {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 1, "head_dim": 32}
 DEEPSEEK = {"n_routed_experts": 3, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=3),  # block_sparse_moe.experts.0.w1
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=3, moe_intermediate_size=32),
     "deepseek": lambda: transformers.DeepseekV3Config(**SIZES, **LATENT, **DEEPSEEK, moe_intermediate_size=32),
+    "llama-4": lambda: transformers.Llama4TextConfig(**SIZES, **LLAMA4, num_local_experts=3),  # dense, a stack of all
 }
+DENSE = ("gate", "router", "lm_head", "embed_tokens")
 State = dict[str, Tensor]
 
 
@@ -82,9 +85,9 @@ def write(name: str, format: str, folder: Path) -> dict[str, Tensor]:
     transformers.AutoModelForCausalLM.from_config(MODELS[name]()).save_pretrained(folder)
     config, quantized = FORMATS[format]
     state, dense = State(), dict[str, Tensor]()
-    for key, t in load_file(folder / "model.safetensors").items():
+    for key, t in apart(load_file(folder / "model.safetensors")).items():
         layer, _, last = key.rpartition(".")
-        if last == "weight" and t.ndim == 2 and layer.rpartition(".")[2] not in ("gate", "lm_head", "embed_tokens"):
+        if last == "weight" and t.ndim == 2 and layer.rpartition(".")[2] not in DENSE:
             tensors, dense[layer] = quantized(t)
             state |= {f"{layer}.{short}": value for short, value in tensors.items()}
         else:
@@ -92,6 +95,21 @@ def write(name: str, format: str, folder: Path) -> dict[str, Tensor]:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, quantization_config=config)
     return dense
+
+
+def apart(state: State) -> State:
+    """Returns a state in which each expert has layers of its own, in place of stacks [experts, k, n]."""
+    found = State()
+    for key, t in state.items():
+        if t.ndim < 3:
+            found[key] = t
+            continue
+        path, _, last = key.rpartition(".")
+        names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        for number, weight in enumerate(t):
+            parts = weight.T.contiguous().chunk(len(names))
+            found |= {f"{path}.{number}.{name}.weight": part for name, part in zip(names, parts)}
+    return found
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -125,9 +143,10 @@ def by_lowbit(folder: Path, name: str) -> Any:
 def test_experts_are_imported_without_loss(name: str, format: str, tmp_path: Path) -> None:
     dense = write(name, format, tmp_path / "theirs")
     model = by_transformers(tmp_path / "theirs")
-    experts = model.model.layers[1].mlp.experts
+    inside = {"mixtral": "block_sparse_moe", "llama-4": "feed_forward"}.get(name, "mlp")
+    layer = model.model.layers[1]
+    experts = (layer.feed_forward if name == "llama-4" else layer.mlp).experts
     assert isinstance(experts, LowbitExperts)
-    inside = "block_sparse_moe" if name == "mixtral" else "mlp"
     gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     for number in range(3):
         layers = [dense[f"model.layers.1.{inside}.experts.{number}.{leaf}"] for leaf in (gate, up, down)]
