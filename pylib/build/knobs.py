@@ -8,6 +8,7 @@
 | LOWBIT_LINEINFO    | 1: machine code for GPUs says which line of a program made it        |
 | LOWBIT_CPU         | processor to make CPU code for ("x86-64-v3"); default: this one      |
 | LOWBIT_NUM_THREADS | threads of a CPU kernel; default: torch's number                     |
+| LOWBIT_VLLM        | 1: vLLM runs other libraries' checkpoints in lowbit's kernels        |
 """
 
 import os
@@ -64,6 +65,11 @@ def num_threads() -> int | None:
     if not given.isdecimal() or len(given) > len(str(MOST_THREADS)) or not 1 <= int(given) <= MOST_THREADS:
         raise SpecError(f"LOWBIT_NUM_THREADS={given!r}; allowed: a whole number from 1 to {MOST_THREADS}")
     return int(given)
+
+
+def takes_over_vllm() -> bool:
+    """LOWBIT_VLLM."""
+    return _flag("LOWBIT_VLLM")
 
 
 def _flag(name: str) -> bool:

@@ -7,6 +7,7 @@ vllm/model_executor/model_loader/reload/layerwise.py.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,28 @@ class QuantizeMethodBase:
 
 class LinearMethodBase(QuantizeMethodBase):
     pass
+
+
+class QuantizationConfig:
+    def __init__(self) -> None:
+        self.packed_modules_mapping: dict[str, list[str]] = {}
+
+    @staticmethod
+    def get_cache_scale_mapper() -> WeightsMapper:
+        return WeightsMapper({re.compile(r"\.kv_scale$"): ".attn.k_scale"})
+
+
+class WeightsMapper:
+    def __init__(self, orig_to_new_regex: Mapping[re.Pattern[str], Any] | None = None) -> None:
+        self.orig_to_new_regex = dict(orig_to_new_regex or {})
+
+    def __or__(self, other: WeightsMapper) -> WeightsMapper:
+        return WeightsMapper(self.orig_to_new_regex | other.orig_to_new_regex)
+
+    def _map_name(self, key: str) -> str:
+        for pattern, new in self.orig_to_new_regex.items():
+            key = pattern.sub(new, key)
+        return key
 
 
 class _Unquantized(QuantizeMethodBase):
@@ -85,6 +108,24 @@ class RoutedExperts(nn.Module):
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         chosen = {"topk_weights": topk_weights, "topk_ids": topk_ids}
         return self.quant_method.apply(layer=self, x=x, **chosen, shared_experts=None, shared_experts_input=None)
+
+
+class LinearBase(nn.Module):
+    def __init__(self, rows: int = 32, columns: int = 64) -> None:
+        super().__init__()
+        self.output_size, self.input_size, self.params_dtype = rows, columns, torch.bfloat16
+
+
+class ReplicatedLinear(LinearBase):
+    pass
+
+
+class VocabParallelEmbedding(nn.Module):
+    pass
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    pass
 
 
 class Linear(nn.Module):
@@ -164,19 +205,31 @@ def _modules() -> dict[str, dict[str, Any]]:
         "distributed": {"get_tensor_model_parallel_rank": lambda: 0},
         f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},
         f"{layers}.linear": {
+            "LinearBase": LinearBase,
             "LinearMethodBase": LinearMethodBase,
+            "ReplicatedLinear": ReplicatedLinear,
             "UnquantizedLinearMethod": UnquantizedLinearMethod,
             "register_weight_loader_v2_supported_method": lambda cls: cls,
         },
-        f"{layers}.quantization.base_config": {"QuantizeMethodBase": QuantizeMethodBase},
-        f"{layers}.vocab_parallel_embedding": {"UnquantizedEmbeddingMethod": UnquantizedEmbeddingMethod},
+        f"{layers}.quantization": {"register_quantization_config": lambda name: lambda cls: cls},
+        f"{layers}.quantization.base_config": {
+            "QuantizationConfig": QuantizationConfig,
+            "QuantizeMethodBase": QuantizeMethodBase,
+        },
+        f"{layers}.vocab_parallel_embedding": {
+            "ParallelLMHead": ParallelLMHead,
+            "UnquantizedEmbeddingMethod": UnquantizedEmbeddingMethod,
+            "VocabParallelEmbedding": VocabParallelEmbedding,
+        },
+        "model_executor.models.utils": {"WeightsMapper": WeightsMapper},
+        "platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
         f"{loader}.reload.layerwise": {"initialize_online_processing": lambda layer: None},
     }
 
 
 @contextmanager
 def installed() -> Iterator[ModuleType]:
-    """Yields lowbit's methods, made of these classes; those of experts are `expert_methods` there."""
+    """Yields lowbit's methods, made of these classes; `expert_methods` and `config` are there, too."""
     mine = ("vllm.", f"{OURS}.methods", f"{OURS}.config", f"{OURS}.expert_methods")
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name == "vllm" or name.startswith(mine)}
     try:
@@ -186,7 +239,8 @@ def installed() -> Iterator[ModuleType]:
                 sys.modules.setdefault(".".join(parts[:count]), ModuleType(".".join(parts[:count])))
             vars(sys.modules[f"vllm.{path}"]).update(names)
         methods = import_module(f"{OURS}.methods")
-        vars(methods)["expert_methods"] = import_module(f"{OURS}.expert_methods")
+        for name in ("expert_methods", "config"):
+            vars(methods)[name] = import_module(f"{OURS}.{name}")
         yield methods
     finally:
         for name in [name for name in sys.modules if name == "vllm" or name.startswith(mine)]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lowbit
@@ -316,6 +317,61 @@ def test_one_process_adds_the_bias_of_a_sum(rank: int, methods: Any) -> None:
     fake_vllm.load(layer, {"weight": dense.weight.data[:, 32 * rank :][:, :32]}, dense.bias.data)
     expected, zero = dense.bias if rank == 0 else torch.zeros(32), torch.zeros(1, 32).bfloat16()
     assert torch.equal(layer(zero)[0], expected.detach().bfloat16())
+
+
+def serving_of(methods: Any, folder: Path, **config: Any) -> Any:
+    serving = methods.config.LowbitServing(LowbitConfig(**config))
+    serving.maybe_update_config(str(folder))
+    serving.apply_vllm_mapper(fake_vllm.WeightsMapper())
+    serving.packed_modules_mapping = PACKED
+    return serving
+
+
+def test_what_vllm_hears_of_layers(methods: Any, tmp_path: Path) -> None:
+    """Saved layers wait for tensors, of which vLLM learns the names; the rest of such a model is dense."""
+    saved(tmp_path)
+    serving = serving_of(methods, tmp_path)
+    kinds = {
+        name: type(serving.get_quant_method(fake_vllm.LinearBase(), name)).__name__
+        for name in ("layers.0.qkv_proj", "x")
+    }
+    assert kinds == {"layers.0.qkv_proj": "SavedLinear", "x": "UnquantizedLinearMethod"}
+    mapper = serving.get_cache_scale_mapper()
+    assert mapper._map_name("layers.0.v_proj.codes") == "layers.0.qkv_proj.part2_codes"
+    assert (
+        mapper._map_name("layers.0.kv_scale") == "layers.0.attn.k_scale"
+        and mapper._map_name("norm.weight") == "norm.weight"
+    )
+
+
+def test_routers_stay_dense(methods: Any, tmp_path: Path) -> None:
+    """Whatever vLLM calls the class of one: it asks for a method as for any linear layer."""
+    save_file(
+        {"layers.0.mlp.gate.weight": torch.zeros(32, 64), "layers.0.o_proj.weight": torch.zeros(32, 64)},
+        tmp_path / "a.safetensors",
+    )
+    serving = serving_of(methods, tmp_path, weight="u4", group_size=32)
+    for name, kind in (
+        ("mlp.gate", "UnquantizedLinearMethod"),
+        ("mlp.router", "UnquantizedLinearMethod"),
+        ("o_proj", "OnLoadLinear"),
+    ):
+        assert type(serving.get_quant_method(fake_vllm.ReplicatedLinear(), f"layers.0.{name}")).__name__ == kind
+
+
+def test_checkpoints_of_other_libraries(methods: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are lowbit's if the caller says so, by an option or a variable, and vLLM's own otherwise."""
+    serving = methods.config.LowbitServing
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    monkeypatch.delenv("LOWBIT_VLLM", raising=False)
+    assert serving.override_quantization_method(gptq, "lowbit") == "lowbit"
+    assert serving.override_quantization_method(gptq, None) is None
+    assert serving.override_quantization_method({"quant_method": "fbgemm"}, "lowbit") is None
+    assert serving.from_config(gptq).config.from_checkpoint
+    monkeypatch.setenv("LOWBIT_VLLM", "1")
+    assert serving.override_quantization_method(gptq, None) == "lowbit"
+    assert serving.override_quantization_method(gptq, "gptq") is None
+    assert serving.override_quantization_method({"quant_method": "fbgemm"}, None) is None
 
 
 # -- experts
@@ -668,14 +724,3 @@ def test_what_can_not_be_quantized_on_loading(config: LowbitConfig, message: str
     serving = import_module("lowbit.pylib.integrations.vllm.config").LowbitServing(config)
     with pytest.raises(SpecError, match=message):
         serving.maybe_update_config(str(dense_model(tmp_path, "llama")))
-
-
-@needs_vllm
-def test_checkpoints_of_other_libraries() -> None:
-    """They are lowbit's if the caller says so, and vLLM's own otherwise."""
-    serving = import_module("lowbit.pylib.integrations.vllm.config").LowbitServing
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64}
-    assert serving.override_quantization_method(gptq, "lowbit") == "lowbit"
-    assert serving.override_quantization_method(gptq, None) is None
-    assert serving.override_quantization_method({"quant_method": "fbgemm"}, "lowbit") is None
-    assert serving.from_config(gptq).config.source == gptq

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from lowbit.dialect.errors import SpecError
+from lowbit.pylib.build.knobs import takes_over_vllm
 from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.integrations.choose import check_names, wishes_without
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
@@ -36,6 +37,9 @@ from lowbit.pylib.nn.plan import check_config, naming, plan_module
 from lowbit.pylib.quantization.config import QuantConfig
 
 Method = QuantizeMethodBase | None
+
+ROUTERS = ("gate", "router")
+"""The last names of layers that choose experts for tokens, which has to be precise: they stay dense."""
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -82,9 +86,11 @@ class LowbitServing(QuantizationConfig):
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> Any:
-        """Returns "lowbit" if the caller wants it for a checkpoint of another library."""
+        """Returns "lowbit" if the caller wants it for a checkpoint of another library: by `--quantization lowbit`, or
+        by LOWBIT_VLLM=1 and no other wish."""
         imports = hf_quant_cfg and hf_quant_cfg.get("quant_method") in FORMATS
-        return QUANT_METHOD if user_quant == QUANT_METHOD and imports else None
+        wanted = user_quant == QUANT_METHOD or (user_quant is None and takes_over_vllm())
+        return QUANT_METHOD if imports and wanted else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Look into the files of the model. Raises SpecError where they can't be quantized as wanted."""
@@ -115,7 +121,7 @@ class LowbitServing(QuantizationConfig):
     def _of_linear(self, layer: Any, prefix: str) -> Method:
         if modules := self.names.take(prefix, self.packed_modules_mapping):
             return SavedLinear(self._sources(modules))
-        if isinstance(layer, GateLinear):  # which routes tokens to experts, and must be precise
+        if _is_router(layer, prefix):
             return UnquantizedLinearMethod()
         columns = getattr(layer, "input_size_per_partition", layer.input_size)
         configs = self._configs(prefix, layer.output_size, columns, layer.params_dtype)
@@ -172,6 +178,10 @@ class LowbitServing(QuantizationConfig):
         names = self.names.renamed()
         ours: Any = {re.compile("^.*$"): lambda match: names.get(match[0], match[0])}
         return WeightsMapper(orig_to_new_regex=ours) | super().get_cache_scale_mapper()
+
+
+def _is_router(layer: object, prefix: str) -> bool:
+    return isinstance(layer, ReplicatedLinear) and prefix.rpartition(".")[2] in ROUTERS
 
 
 def _folder(model: str, revision: str | None) -> Path:

@@ -238,7 +238,10 @@ def specs_of_saved(checkpoint: Checkpoint, modules: Sequence[str]) -> dict[str, 
     for module in modules:
         matrix = module.split(".")[-2]
         if matrix not in found or checkpoint.format is not None:
-            raise SpecError(f"experts that lowbit has not saved do not run in its kernels in vLLM; {LEAVE_DENSE}")
+            raise SpecError(
+                f"{module}: in vLLM, lowbit runs experts that it has saved itself; serve this checkpoint without "
+                "--quantization lowbit and LOWBIT_VLLM=1, or with transformers"
+            )
         about = checkpoint.tensors[module + EXTRA_STATE]
         found[matrix][module] = read_spec(about)
     return {matrix: check_one_spec(specs) for matrix, specs in found.items()}

@@ -3,7 +3,6 @@ from typing import Any
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-class GateLinear(nn.Module): ...
 class RoutedExperts(nn.Module): ...
 
 class FusedMoEMethodBase(QuantizeMethodBase):
