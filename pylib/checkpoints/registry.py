@@ -47,6 +47,7 @@ FORMATS: dict[str, Format] = {
     "mlx": mlx.FORMAT,
     "modelopt": modelopt.FORMAT,
     "mxfp4": gpt_oss.FORMAT,
+    "mxfp8": fp8.FORMAT,
     "spqr": spqr.FORMAT,
     "torchao": torchao.FORMAT,
 }

@@ -382,5 +382,26 @@ def test_unknown_methods(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "gptq-4", tmp_path, dirs_exist_ok=True)
     for method in ("quip", None, 3, ["gptq"]):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
-        with pytest.raises(CheckpointError, match=r"config.json: quant_method=.* can't be imported; what can is awq, "):
+        with pytest.raises(CheckpointError, match=r"config.json: quant_method=.* can't be imported; what can is .*, awq"):
             lowbit.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json", "config.json"])
+def test_descriptions_that_are_damaged(name: str, tmp_path: Path) -> None:
+    """Whatever stands in a description is an error that names a file, or describes nothing."""
+    shutil.copy(FIXTURES / "gptq-4" / SINGLE, tmp_path)
+    chance, parts = random.Random(0), ({}, [], 3, None, "x", {"quant_method": []}, {"quantization_config": {"a": 1}})
+    keys = ("quantization", "quantization_config", "text_config", "quant_method", "w_bit", "bits", "compression_config")
+    for _ in range(200):
+        written = {chance.choice(keys): chance.choice(parts) for _ in range(3)}
+        (tmp_path / name).write_text(json.dumps(written))
+        try:
+            lowbit.open_checkpoint(tmp_path)
+        except CheckpointError as error:
+            assert str(error).startswith(str(tmp_path))
+    deep = "{}"
+    for _ in range(900):
+        deep = f'{{"a": {deep}}}'
+    (tmp_path / name).write_text(deep)
+    if name == "config.json":
+        assert lowbit.open_checkpoint(tmp_path).modules == ()
