@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -158,13 +159,18 @@ class Artifacts:
         return found if others else self._with_few_slots(found)
 
     def _with_few_slots(self, choices: KernelChoices) -> KernelChoices:
-        """Returns the choices for experts with those for few slots, where these differ."""
-        most = most_alone(self._spec, self._target)
-        few = {tile: schedule_for_few(self._spec, tile, most, self._target) for tile in choices.kernels if tile}
-        kernels = {tile: request(self._spec, self._target, schedule) for tile, schedule in few.items() if schedule}
-        if self._schedule or not most or kernels == choices.kernels:
-            return choices
-        return choices.after(replace(choices, kernels=kernels), most + 1)
+        """Returns the choices for experts with those for few slots, a table for each schedule that these have."""
+        found, more_than_few = choices, most_alone(self._spec, self._target) + 1
+        for schedule, numbers in groupby(range(1, more_than_few + 1), self._schedule_of_slots):
+            first = next(numbers)
+            kernels = {**choices.kernels, self.token_tile(first): request(self._spec, self._target, schedule)}
+            here = replace(choices, kernels=kernels)
+            found = here.after(found, first) if first > 1 else here
+        return choices if self._schedule else found
+
+    def _schedule_of_slots(self, slots: int) -> KernelSchedule:
+        """Returns the schedule for so many slots of experts."""
+        return cast(KernelSchedule, schedule_for_few(self._spec, cast(int, self.token_tile(slots)), slots, self._target))
 
     def tiles_of_given(self, first: int = 1, last: int | None = None) -> list[int]:
         """The token tiles of the rows first to last (None: without end) for which the given schedule is taken."""

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from lowbit import __version__ as version
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts.choice import schedule_for_few, tile_for, tiles_of
 from lowbit.passes.stages import stages
 from lowbit.passes.targets import parse_target
+from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.main import app
 from lowbit.pylib.runtime.devices import memory_of_container
@@ -246,24 +248,31 @@ def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_explain_experts():
-    """Token tiles follow from the slots of an expert; few slots have a multiprocessor each."""
+    """Token tiles follow from the slots of an expert; few slots have a multiprocessor each, and other schedules."""
     sizes = ("-n", 196608, "-k", 2048, "-g", 128, "--experts", 128, "-t", "sm_90a")
-    few, table = lowbit("explain", *sizes).output.split("slots        launches\n")[1:]
-    assert few.startswith("1 to 11      m16") and "blocks_per_sm" not in few
-    assert table.startswith("12 to 2048   m16\n2049 to 3072 m32\n3073 to 5632 m64\n") and "dequantize" not in table
-    assert "m192         experts      tokens=192, panel_k=128" in table
+    *few, table = lowbit("explain", *sizes).output.split("slots        launches\n")[1:]
+    assert few[0].startswith("1 to ") and table.startswith("12 to ") and "dequantize" not in table
+    assert "51201 on     m192\n" in table and "m192         experts         tokens=192, panel_k=128" in table
     read = json.loads(lowbit("explain", *sizes, "--json").output)
-    assert read["few"]["rows"] == [{"first": 1, "last": 11, "launches": ["m16"]}]
+    assert read["few"]["rows"][-1]["last"] == 11
     assert "tokens = 64" in lowbit("compile", *EXPERTS, "-m", 200, "--stop-after", "lowbit", "-t", "sm_90a").output
 
 
 def test_explain_experts_that_are_quantized_where_they_have_many_slots():
-    """From 30 for each of 128 on. Of fewer there are two tables, with and without a multiprocessor for each tile."""
+    """From 30 for each of 128 on. Of fewer there are tables with and without a multiprocessor for each tile."""
     sizes = ("-n", 196608, "-k", 2048, "-g", 128, "--experts", 128, "-t", "sm_90a", "--compute", "i8")
-    alone, few, many = lowbit("explain", *sizes, "--compute-from", 30).output.split("slots        launches\n")[1:]
-    assert alone.startswith("1 to 11      m16\n")
-    assert few.startswith("12 to 2048   m16\n2049 to 3072 m32\n3073 to 3839 m64\n\n")
-    assert many.startswith("3840 to 5632 m64\n") and many.count("eight_bit_experts ") == 3 and "_mma" not in many
+    *alone, few, many = lowbit("explain", *sizes, "--compute-from", 30).output.split("slots        launches\n")[1:]
+    assert alone[0].startswith("1 to ") and few.startswith("12 to ") and " to 3839 m64\n\n" in few
+    assert many.startswith("3840 to ") and many.count("eight_bit_experts ") == 3 and "_mma" not in many
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_explain_shows_what_runs_for_any_number_of_slots(target):
+    spec, gpu = MatmulSpec(128 * 768, 256, "u4", 128, experts=128), parse_target(target)
+    choices, tiles = kernel_choices(spec, gpu), tiles_of(spec, gpu)
+    for slots in (*range(1, 40), 500, 640, 641, 1408, 1409, 3328, 3329, 9000, 20000, 60000):
+        schedule = schedule_for_few(spec, tile_for(tiles, slots, 128), slots, gpu)
+        assert choices.launches(slots)[0].schedule == schedule, slots
 
 
 @pytest.mark.parametrize(
