@@ -36,8 +36,10 @@ HARMLESS = (
     *("modules_to_not_convert", "ignore", "ignored_layers", "exclude", "llm_int8_skip_modules", "skip_modules"),
     *("modules_to_convert", "modules_in_block_to_quantize", "block_name_to_quantize", "to_quant_block_names"),
     *("module_name_preceding_first_block", "quant_block_list", "lm_head", "quant_lm_head", "inside_layer_modules"),
+    *("exclude_modules", "regex_config", "supported_types"),
     # how a checkpoint was made
-    *("quant_method", "method", "meta", "producer", "version_info", "quantizer", "transformers_version", "tokenizer"),
+    *("quant_method", "method", "meta", "producer", "provider", "version_info", "quantizer", "transformers_version"),
+    *("tokenizer",),
     *("dataset", "nsamples", "seqlen", "model_seqlen", "max_input_length", "batch_size", "pad_token_id", "seed"),
     *("static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "act_group_aware", "mse", "gptaq"),
     *("foem", "hessian", "failsafe", "fallback", "mock_quantization", "observer", "observer_kwargs", "offload_meta"),
@@ -52,6 +54,8 @@ HARMLESS = (
     # activations and caches of 8 bits: they stay as they are
     *("activation_scheme", "input_activations", "output_activations", "kv_cache_scheme", "kv_cache_quant_algo"),
     *("activation_scale_ub", "act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym"),
+    *("attention_input_activations", "static_attention_dtype", "static_attention_granularity", "static_kv_dtype"),
+    *("static_kv_granularity",),
 )
 """Entries of any library that say nothing of what a layer computes from inputs in 16 bits."""
 

@@ -484,9 +484,21 @@ WRITTEN = map(
     "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
     {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "static", "weight_block_size": null}
     {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"x": 1}}}}
+    {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "provider": "auto-round", "bits": 4, \
+    "group_size": 128, "sym": true, "data_type": "int", "static_kv_granularity": "tensor", "iters": 0, \
+    "static_attention_granularity": "tensor", "block_name_to_quantize": "model.layers", "autoround_version": "0.16", \
+    "extra_config": {"lm_head": {"bits": 8, "act_bits": 16, "data_type": "int", "super_bits": null}}}
+    {"quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2", "bits": 4, "group_size": 128, \
+    "sym": true, "data_type": "int", "amp": true, "enable_minmax_tuning": true, "scale_dtype": "torch.float16", \
+    "lr": 0.001, "minmax_lr": 0.001, "dataset": "pile", "nsamples": 512, "seqlen": 2048, "low_gpu_mem_usage": true}
+    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", \
+    "exclude_modules": ["lm_head"], "quantized_layers": {"a.b": {"quant_algo": "NVFP4", "group_size": 16}}}
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}, \
+    "kv_cache_scheme": {"dynamic": false}, "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+    {"quant_method": "mlx", "bits": 4, "group_size": 64, "mode": "affine", "a.b": {"bits": 6}, "c": false}
     """.strip().splitlines(),
 )
-"""Examples of GPTQModel, llm-compressor, DeepSeek, Mistral and torchao."""
+"""Examples of GPTQModel, llm-compressor, DeepSeek, Mistral, torchao, AutoRound, ModelOpt and MLX."""
 
 
 def test_a_group_size_of_whole_rows() -> None:

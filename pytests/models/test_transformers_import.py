@@ -193,13 +193,14 @@ PLACES: dict[str, Any] = {
     "two parts": lambda entries: {name: {"quantization_config": entries} for name in ("llm_config", "audio_config")},
     "quant_config.json": lambda entries: {},
     "quantize_config.json": lambda entries: {},
+    "hf_quant_config.json": lambda entries: {},
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_description_in_another_place(place: str, tmp_path: Path) -> None:
     """config.json may describe the parts of a model, and libraries have files of their own."""
-    name = "gptq-4" if place == "quantize_config.json" else "awq"
+    name = {"quantize_config.json": "gptq-4", "hf_quant_config.json": "modelopt-nvfp4"}.get(place, "awq")
     path = llama(name, tmp_path)
     about = json.loads((path / "config.json").read_text())
     entries = about.pop("quantization_config")
@@ -210,6 +211,9 @@ def test_a_description_in_another_place(place: str, tmp_path: Path) -> None:
         (path / place).write_text(json.dumps(early))
     elif place == "quantize_config.json":
         (path / place).write_text(json.dumps(entries))
+    elif place == "hf_quant_config.json":
+        written = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": None}
+        (path / place).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": written}))
     expected = lowbit.open_checkpoint(FIXTURES / name).load(MODULE, "bf16").dequantize()
     assert torch.equal(lowbit.open_checkpoint(path).load(MODULE, "bf16").dequantize(), expected)
     model = loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))

@@ -62,8 +62,7 @@ def _algorithm(value: object) -> str:
 _OF_A_LAYER = {**named("group_size"), "quant_algo": _algorithm}
 ENTRIES = {
     **_OF_A_LAYER,
-    **named("config_groups", "has_zero_point", "weights", "quantization"),
-    "pre_quant_scale": lambda _: "scales of inputs are not implemented",
+    **named("config_groups"),
     "quantized_layers": {"*": _OF_A_LAYER},
 }
 _OTHERS = (".weight", ".weight_scale_2", ".input_scale", ".bias")
