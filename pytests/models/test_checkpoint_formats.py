@@ -474,7 +474,9 @@ WRITTEN = map(
     "fallback": {"strategy": "rtn"}}, "dynamic": {"-:.*q_proj": {}, "+:.*down": {"bits": 8, "group_size": 64}}}
     {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "frozen", \
     "global_compression_ratio": 1.5, "kv_cache_scheme": {"num_bits": 8, "type": "float"}, "ignore": ["lm_head"], \
-    "sparsity_config": {"format": "dense", "ignore": []}, "transform_config": {}, "version": "0.12.2", \
+    "sparsity_config": {"format": "dense", "ignore": [], "global_sparsity": 0.1, "targets": ["x"], \
+    "sparsity_structure": "unstructured", "registry_requires_subclass": true}, "transform_config": {}, \
+    "version": "0.12.2", \
     "config_groups": {"group_0": {"targets": ["Linear"], "format": null, "output_activations": null, \
     "input_activations": {"num_bits": 8, "type": "float", "dynamic": true, "strategy": "token"}, \
     "weights": {"actorder": null, "block_structure": null, "dynamic": false, "group_size": null, "num_bits": 8, \

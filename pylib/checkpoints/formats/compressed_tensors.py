@@ -296,7 +296,10 @@ ENTRIES = {
         }
     },
     "format": one_of(*FORMATS),
-    "sparsity_config": {"format": one_of("dense"), **named("ignore", "targets")},
+    "sparsity_config": {
+        "format": one_of("dense"),
+        **named("global_sparsity", "sparsity_structure", "registry_requires_subclass", "targets"),
+    },
     "transform_config": _only_merged,
     **named("quantization_status", "version"),
 }
