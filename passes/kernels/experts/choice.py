@@ -31,7 +31,7 @@ _IN_ACT: tuple[_Family, _Family] = (Experts(), ExpertsMma())
 _IN_BYTES: tuple[_Family, _Family] = (EightBitExperts(), EightBitExpertsMma())
 _MOST_STREAMED = 64  # slots of a tile, up to which weights that stream are as fast as a persistent kernel
 _TILES = (8, 16, 32, 64, 128, 192)
-_BY_MEAN = ((5, 8), (11, 16), (26, 32), (70, 64), (90, 128), (150, 192), (400, 128), (math.inf, 192))
+_BY_MEAN = ((5, 8), (11, 16), (26, 32), (100, 64), (150, 192), (400, 128), (math.inf, 192))
 """Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
 
 

@@ -45,7 +45,7 @@ class _Shape(NamedTuple):
             wgmma=self.wgmma,
             max_blocks_per_sm=self.blocks,
             refill="after_first_mma" if tile >= _MANY else "before_mma",
-            overlap_groups=self.wgmma and self.row_blocks == 1,
+            overlap_groups=self.wgmma and self.row_blocks == 1 and self.warps_n < 16,  # so many hide their waits
         )
 
 
