@@ -202,7 +202,7 @@ def _modules() -> dict[str, dict[str, Any]]:
     settings = SimpleNamespace(load_config=SimpleNamespace(load_format=LOAD_FORMAT))
     return {
         "config": {"get_current_vllm_config": lambda: settings},
-        "distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+        "distributed.parallel_state": {"get_tensor_model_parallel_rank": lambda: 0},
         f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},
         f"{layers}.linear": {
             "LinearBase": LinearBase,

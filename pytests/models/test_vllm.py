@@ -33,7 +33,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
-from pytests.models import fake_vllm  # noqa: E402
+from pytests.models import fake_vllm, vllm_interface  # noqa: E402
 from pytests.models.vllm_answers import PROMPTS  # noqa: E402
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: docs/howto/vllm.md")
@@ -220,6 +220,35 @@ def test_dense_rows_are_quantized_as_linear_layers_are() -> None:
     with torch.no_grad():
         dense.bias.zero_()  # whose memory they share
     assert torch.equal(rows(x), LowbitLinear.from_linear(dense, U4)(x))
+
+
+# -- what the plugin needs of vLLM
+
+
+def test_what_another_vllm_lacks(tmp_path: Path) -> None:
+    """Names that are imported, parameters, attributes, and what is called: of a vLLM that has changed all of them."""
+    with pytest.raises(FileNotFoundError, match="no folder vllm; name a wheel"):
+        vllm_interface.missing(tmp_path)
+    linear = tmp_path / "vllm/model_executor/layers/linear.py"
+    linear.parent.mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").touch()
+    linear.write_text(
+        "class LinearBase:\n    def __init__(self):\n        self.tp_rank = 0\n"
+        "class LinearMethodBase:\n    def apply(self, layer, x, bias=None, more=0): ...\n"
+        "    def create_weights(self, layer, sizes): ...\n"
+    )
+    found = "\n".join(vllm_interface.missing(tmp_path))
+    assert "vllm.model_executor.layers.linear has no ReplicatedLinear" in found and "has no LinearBase\n" not in found
+    assert "LinearMethodBase.create_weights takes ['layer', 'sizes'], not layer, input_size_per_partition" in found
+    assert "LinearMethodBase.apply" not in found
+    assert "LinearBase has no skip_bias_add" in found and "LinearBase has no tp_rank" not in found
+    assert "no get_cache_scale_mapper: AutoWeightsLoader renames tensors by it" in found
+
+
+@needs_vllm
+def test_vllm_has_what_the_plugin_needs() -> None:
+    origin = find_spec("vllm")
+    assert origin and origin.origin and vllm_interface.missing(Path(origin.origin).parents[1]) == []
 
 
 # -- methods, with what they need of vLLM
