@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, PackError, QuantConfig, SpecError
+from lowbit.pylib.integrations.vllm import experts as vllm_experts
 from lowbit.pylib.integrations.vllm.experts import GATES, Experts, each_of, quantize_experts
 from lowbit.pylib.integrations.vllm.names import Names, Place
 from lowbit.pylib.integrations.vllm.rows import Rows, Share, Source, opened, quantize_rows, rows_of
@@ -542,6 +543,22 @@ def test_gates_and_biases_of_experts(activation: str) -> None:
             g, u = (h[0::2], h[1::2]) if gate.pairs else h.chunk(2)
             expected[token] += weight * (plain[1][expert] @ ACTIVATION[gate.epilogue](g, u) + b2[expert].float())
     assert close(experts(x, ids, weights), expected)
+
+
+@torch.no_grad()
+def test_experts_by_the_kernels_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, in the emulator: also for ids that are no expert's, and for weights that are put in place."""
+    torch.manual_seed(1)
+    x, weights, ids = chosen()
+    w13, w2 = torch.randn(4, 64, 64).bfloat16() * 0.2, torch.randn(4, 64, 32).bfloat16() * 0.2
+    packed = [(quantize_experts(w13 * f, None, U4, GATES["silu"]), quantize_experts(w2, None, U4)) for f in (1, 2)]
+    ids[0, 0], ids[1, 1] = -1, 1000
+    expected = [Experts(*both)(x, ids, weights) for both in packed]
+    monkeypatch.setattr(vllm_experts, "target_of", lambda device: "emulator:sm_80")
+    experts = Experts(*packed[0])
+    assert close(experts(x, ids, weights), expected[0])
+    experts.gate_up.packed.update_(packed[1][0])
+    assert close(experts(x, ids, weights), expected[1]) and not close(expected[0], expected[1])
 
 
 ACTIVATION: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
