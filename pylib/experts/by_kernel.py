@@ -27,7 +27,8 @@ _MOST_EXPERTS = 1024  # a thread has an eighth of them in registers
 
 
 def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -> Routing:
-    """Returns what `route` returns, bit by bit. More than 2^17 places or 1024 experts go there, and no tokens do.
+    """Returns what `route` returns, bit by bit. More than 2^17 places or 1024 experts go there, and no tokens do, and
+    all on a CPU.
 
     target   of the device that top_k_index is on, or of an emulator
 
@@ -35,7 +36,7 @@ def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -
     """
     check_index(top_k_index, experts, tile)
     (tokens, k), places = top_k_index.shape, top_k_index.numel()
-    if not 0 < places <= _MOST_PLACES or experts > _MOST_EXPERTS:
+    if not 0 < places <= _MOST_PLACES or experts > _MOST_EXPERTS or target == "cpu":
         return route(top_k_index, experts, tile)
     ids = _aligned(top_k_index)
     kernel = _route_kernel(k, experts, ids.element_size() // 4, target)
@@ -47,7 +48,8 @@ def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -
 
 
 def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target: str) -> Tensor:
-    """Returns what `combine` returns, up to the rounding of f32. Columns that are no multiple of 8 go there.
+    """Returns what `combine` returns, up to the rounding of f32. Columns that are no multiple of 8 go there, and all on
+    a CPU.
 
     target   of the device that o is on, or of an emulator
 
@@ -55,7 +57,8 @@ def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target
     """
     (tokens, top_k), hidden = routing.slots.shape, o.shape[-1]
     types = [_ELEMENTS.get(tensor.dtype) for tensor in (o, top_k_weights)]
-    if hidden % _PIECE or not tokens or None in types or top_k_weights.shape != routing.slots.shape:
+    served = target != "cpu" and None not in types and not hidden % _PIECE
+    if not served or not tokens or top_k_weights.shape != routing.slots.shape:
         return combine(o, routing, top_k_weights)
     kernel = _combine_kernel(hidden, top_k, *types, target)
     weights = _aligned(top_k_weights)

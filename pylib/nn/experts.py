@@ -7,10 +7,12 @@ On a GPU one kernel serves all experts of a matrix: tokens are sorted by expert 
 experts' layers are slices of one (`stacked_experts.py`). Nothing waits for the device, and a CUDA graph is right for
 any routing.
 
-Where that kernel does not serve (on a CPU, for gradients, for experts of several formats and some kinds of weights), a
-call asks for the numbers of tokens, waits for them, and runs the experts that have any. While a CUDA graph is recorded
-or torch.compile traces, nothing can be waited for, and every expert runs on every token: right, with static shapes,
-and slower the more experts there are.
+A CPU has no such kernel; the same call multiplies by the experts that have tokens, one after the other.
+
+Where that does not serve (for gradients, for experts of several formats and some kinds of weights), a call asks for the
+numbers of tokens, waits for them, and runs the layers of the experts that have any. While a CUDA graph is recorded or
+torch.compile traces, nothing can be waited for, and every expert runs on every token: right, with static shapes, and
+slower the more experts there are.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import assume_constant_result, is_compiling, is_exporting
 
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -141,7 +143,7 @@ class LowbitExperts(NoDense):
         return result.to(hidden_states.dtype)
 
     def _sum_together(self, found: Stacked, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the sum by one launch for the gate_up of all experts, and one for their down."""
+        """Returns the sum by one launch for the gate_up of all experts, and one for their down; on a CPU by calls."""
         experts, (gate_up, down) = len(self.gate_up), found.matrices
         tile = tile_for(found.tiles, top_k_index.shape[0] * top_k_index.shape[1], experts)
         target = None if is_compiling() or is_observed() else target_of(x.device)
@@ -160,10 +162,11 @@ class LowbitExperts(NoDense):
     def _together(self, x: Tensor, top_k_weights: Tensor) -> Stacked | None:
         """Returns the stacked weights for a call, if a kernel for all experts serves it.
 
-        They are made outside of graphs, which would hold their memory; while torch.compile traces as well.
+        They are made outside of graphs, which would hold their memory; while torch.compile traces as well. A program
+        that is exported holds the tensors of the layers, and these would be in it twice.
         """
         trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
-        if trains or target_of(x.device) is None:
+        if trains or is_exporting() or target_of(x.device) is None:
             return None
         if is_compiling():
             _stack_all()

@@ -18,7 +18,6 @@ from torch.compiler import assume_constant_result
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.passes.kernels.experts.choice import tiles_of
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, with_gate
 from lowbit.pylib.nn.linear import LowbitLinear
@@ -124,8 +123,10 @@ def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked
 
 @assume_constant_result  # torch.compile would trace into what looks at the GPU, and warn
 def target_of(device: torch.device) -> str | None:
-    """Returns the target for experts on a device; None where a kernel for all of them is nothing that there is."""
-    return target_at(device.index) if device.type == "cuda" else None
+    """Returns the target for experts on a device; None where nothing multiplies, such as meta."""
+    if device.type == "cuda":
+        return target_at(device.index)
+    return "cpu" if device.type == "cpu" else None
 
 
 def _served(layers: list[nn.Module]) -> bool:
@@ -135,12 +136,15 @@ def _served(layers: list[nn.Module]) -> bool:
     plain = cast(list[LowbitLinear], layers)
     first, target = plain[0], target_of(plain[0].codes.device)
     alike = all(layer.spec is first.spec and layer.codes.device == first.codes.device for layer in plain)
-    rounds = first.spec.for_rows(1).compute is None  # weights to the act type; products of bytes are scaled in f32
-    if target is None or not alike or len(plain) == 1 or (rounds and any(map(_has_wide_range, plain))):
+    if target is None or not alike or len(plain) == 1:
+        return False
+    on = parse_target(target)
+    rounds = on.is_gpu and first.spec.for_rows(1).compute is None  # weights to the act type; other kernels scale sums
+    if rounds and any(map(_has_wide_range, plain)):
         return False
     try:
         spec = spec_of_experts(first.spec, len(plain))
-        return _is_cut_in_experts(spec, first.spec) and bool(tiles_of(spec, parse_target(target)))
+        return _is_cut_in_experts(spec, first.spec) and bool(expert_matmul(spec, on).tiles)
     except SpecError:
         return False
 

@@ -8,7 +8,7 @@ x, each once for all of its slots.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from lowbit.passes.kernels.experts.choice import schedule_for_few, tiles_of
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.runtime.cpu_experts import ALL_SLOTS, CpuExperts
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
 from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
 from lowbit.pylib.runtime.interface import argument_order, check_x_on_cpu, memory_of, unwritten
@@ -35,6 +36,7 @@ from lowbit.pylib.weights.tensor_checks import address_of
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator
 
+
 def spec_of_experts(spec: MatmulSpec, experts: int) -> MatmulSpec:
     """Returns the spec of the weights of several experts, of that of one. Raises SpecError if there is none."""
     return interned(replace(spec, n=experts * spec.n, experts=experts))
@@ -42,28 +44,24 @@ def spec_of_experts(spec: MatmulSpec, experts: int) -> MatmulSpec:
 
 @lru_cache(maxsize=None)
 def expert_matmul(spec: MatmulSpec, target: Target) -> ExpertMatmul:
-    """Returns the matmul of a spec with several experts on a GPU or in the emulator: one for all layers.
+    """Returns the matmul of a spec with several experts on a target: one for all layers.
 
-    Raises SpecError for a spec that the kernels do not serve, and for a target that is no GPU.
+    Raises SpecError for a spec that the kernels do not serve, or on a CPU one with outliers.
     """
-    if not target.is_gpu:
-        given = f"experts={spec.experts} are multiplied together on GPUs, not on {target}"
-        raise SpecError(f"{given}; take a target such as 'sm_90a' or 'emulator:sm_90a', or a matmul per expert")
     return ExpertMatmul(spec, target)
 
 
 class ExpertMatmul:
-    """One launch for all experts, and one that quantizes x where slots are multiplied in 8 bits. Kernels are compiled
-    when their token tile is first needed. Safe to call from any thread.
+    """One launch for all experts, and one that quantizes x where slots are multiplied in 8 bits; on a CPU a call for
+    each expert that has slots. Kernels are compiled when their token tile is first needed. Any thread may call it.
 
     tiles   sizes of token tiles that there are kernels for, the least first
     """
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         self._spec, self._act = spec, TORCH[spec.act]
-        self.tiles = tiles_of(spec, target)
-        launches = CudaLaunches if target.kind == "cuda" else EmulatorLaunches
-        every = [launches(kind, target) for kind in spec.kinds]
+        self.tiles = tiles_of(spec, target) if target.is_gpu else (ALL_SLOTS,)
+        every = [_LAUNCHES[target.kind](kind, target) for kind in spec.kinds]
         self._few, self._many = every[0], every[-1]
         self._quantize = quantizer(spec.k, spec.act, spec.compute, target) if spec.compute else None
 
@@ -84,7 +82,7 @@ class ExpertMatmul:
         """The kernel for so many slots in token tiles of so many, one of `self.tiles`."""
         return self._of(slots).kernel(tile, slots)
 
-    def _of(self, slots: int) -> Launches:
+    def _of(self, slots: int) -> Launches | CpuExperts:
         return self._few if slots < self._spec.first_in_eight_bits else self._many
 
     def _operands(self, x: Tensor, spec: MatmulSpec) -> tuple[Tensor, ...]:
@@ -203,3 +201,11 @@ class EmulatorLaunches(Launches):
             found = self._emulators.get(schedule) or Emulator(artifact.ptx)
             self._emulators[schedule] = found
         return found
+
+
+_LAUNCHES: dict[str, Callable[[MatmulSpec, Target], Launches | CpuExperts]] = {
+    "cuda": CudaLaunches,
+    "emulator": EmulatorLaunches,
+    "cpu": CpuExperts,
+}
+"""What multiplies, by the kind of the target."""

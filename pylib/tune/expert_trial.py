@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.passes.kernels.registry import family_of
 from lowbit.pylib.experts.routing import Routing, route
@@ -22,7 +24,7 @@ from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, expert_matmul
 from lowbit.pylib.runtime.gpu import check_device
 from lowbit.pylib.tune import timing
-from lowbit.pylib.tune.trial import Sample, Trial, check_memory, sample
+from lowbit.pylib.tune.trial import Sample, Trial, check_memory, cpu_time, rounding_on_cpu, sample
 
 
 def run_expert_trial(
@@ -36,8 +38,8 @@ def run_expert_trial(
 
     top_k  different experts of each token
 
-    Raises SpecError for a top_k that the spec does not have, for a target that has no kernel for all experts, and for
-    data beyond this machine's memory.
+    Raises SpecError for a top_k that the spec does not have, for a spec that the target does not multiply, and for data
+    beyond this machine's memory.
     """
     if not 1 <= top_k <= spec.experts:
         raise SpecError(f"top_k={top_k} must be in 1..{spec.experts}, the experts that there are (experts=)")
@@ -45,15 +47,15 @@ def run_expert_trial(
     on_step("compiling")
     start = time.perf_counter()
     mm = expert_matmul(spec, parsed := target_named(target))
-    tile = tile_for(mm.tiles, m * top_k, spec.experts)
-    chosen = mm.kernel(tile, m * top_k).schedule
+    tile, kind = tile_for(mm.tiles, m * top_k, spec.experts), spec.for_rows(m * top_k)
+    chosen = mm.kernel(tile, m * top_k).schedule if parsed.is_gpu else None
     compile_time = time.perf_counter() - start
 
     if parsed.kind == "cuda" and not torch.cuda.is_available():
         check_device(parsed, -1)
     on_step("packing random data")
     device = "cuda" if parsed.kind == "cuda" else "cpu"
-    data = sample(spec.for_rows(m * top_k), m, device, **family_of(chosen).rounding(spec, chosen))
+    data = sample(kind, m, device, **_rounding(kind, m, chosen))
     ids = random_ids(m, top_k, spec.experts).to(device)
     routing = route(ids, spec.experts, tile)
 
@@ -75,9 +77,16 @@ def run_expert_trial(
         error=error,
         worst=worst,
         compile_time=compile_time,
-        time=_time(mm, data, routing, tile) if parsed.kind == "cuda" else None,
+        time=None if parsed.kind == "emulator" else _time(mm, data, routing, tile),
         bytes=data.weight.nbytes * hit // spec.experts + data.x.nbytes + y.nbytes,
     )
+
+
+def _rounding(spec: MatmulSpec, m: int, schedule: KernelSchedule | None) -> dict[str, bool]:
+    """Returns what is rounded besides sums. A CPU multiplies at most m rows by an expert."""
+    if schedule is None:
+        return rounding_on_cpu(replace(spec, n=spec.n // spec.experts, experts=1), m)
+    return family_of(schedule).rounding(spec, schedule)
 
 
 def random_ids(m: int, top_k: int, experts: int) -> Tensor:
@@ -87,8 +96,10 @@ def random_ids(m: int, top_k: int, experts: int) -> Tensor:
 
 
 def _time(mm: ExpertMatmul, data: Sample, routing: Routing, tile: int) -> float:
-    """Seconds of a call in a graph, with a cold cache."""
+    """Seconds of a call: on a GPU in a graph, with a cold cache; on a CPU from call to return."""
     call = partial(mm, data.x, routing.rows, routing.tiles, tile=tile)
+    if not data.x.is_cuda:
+        return cpu_time(partial(call, data.weight.tensors))
     weights = timing.copies(data.weight)
     for each in weights:  # the first call on a weight is not the fast one
         call(each.tensors)

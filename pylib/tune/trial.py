@@ -209,10 +209,15 @@ def rounding(mm: Matmul, m: int) -> dict[str, bool]:
     for one."""
     spec = mm.spec.for_rows(m)
     if not mm.target.is_gpu:
-        in_bf16 = spec.compute is None and CpuMatmul(spec, knobs.cpu()).rounds_weights(m)
-        return {"folded": spec.rounds_weights(m), "dequantized": in_bf16}
+        return rounding_on_cpu(spec, m)
     schedule = mm.kernel(max(m, 1)).schedule
     return family_of(schedule).rounding(spec, schedule)
+
+
+def rounding_on_cpu(spec: MatmulSpec, m: int) -> dict[str, bool]:
+    """Returns the same of a CPU's program for m rows."""
+    in_bf16 = spec.compute is None and CpuMatmul(spec, knobs.cpu()).rounds_weights(m)
+    return {"folded": spec.rounds_weights(m), "dequantized": in_bf16}
 
 
 def _repeated(spec: MatmulSpec, slot: TensorSlot, t: Tensor, rows: Tensor) -> Tensor:
@@ -234,7 +239,7 @@ def _take(t: Tensor, rows: Tensor) -> Tensor:
 
 def time_call(mm: Matmul, x: Tensor, w: PackedWeight, **others: Tensor) -> float:
     """Median seconds of mm(x, w, **others): on a GPU in a graph, with a cold cache; on a CPU from call to return."""
-    return _cuda_time(mm, x, w, others) if x.is_cuda else _cpu_time(mm, x, w, others)
+    return _cuda_time(mm, x, w, others) if x.is_cuda else cpu_time(partial(mm, x, w, **others))
 
 
 def _cuda_time(mm: Matmul, x: Tensor, w: PackedWeight, others: Mapping[str, Tensor]) -> float:
@@ -244,10 +249,11 @@ def _cuda_time(mm: Matmul, x: Tensor, w: PackedWeight, others: Mapping[str, Tens
     return timing.graph_time([partial(mm, x, each, **others) for each in weights]).median * 1e-6
 
 
-def _cpu_time(mm: Matmul, x: Tensor, w: PackedWeight, others: Mapping[str, Tensor]) -> float:
+def cpu_time(call: Callable[[], Tensor]) -> float:
+    """Median seconds of a call on a CPU."""
     times: list[float] = []
     while len(times) < CPU_REPEATS and sum(times) < CPU_SECONDS:
         start = time.perf_counter()
-        mm(x, w, **others)
+        call()
         times.append(time.perf_counter() - start)
     return median(times)

@@ -227,6 +227,55 @@ def test_compiled(device: str) -> None:
         torch.testing.assert_close(found, experts(*call), rtol=0.02, atol=0.02 * float(found.abs().max()))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_cpu(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert with slots runs the program of its slice of the weight, whether torch.compile traces or not."""
+    emulate("cpu", monkeypatch)
+    experts, call = quantized(name), call_of(tokens)
+    call[1].clamp_(-1, EXPERTS)
+    found = experts(*call)
+    assert is_served(experts)
+    if tokens:
+        assert_right(found, defined(experts, *call))
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(compiled(*call), found)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("target", ["emulator:sm_80", "cpu"])
+def test_exported(target: str, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every expert runs on every token, with the tensors of the layers, whether they have been called or not."""
+    emulate(target, monkeypatch)
+    experts, call = quantized(), call_of(4)
+    call[1].remainder_(EXPERTS)
+    programs = [torch.export.export(experts, call, strict=strict)]
+    expected = experts(*call)
+    programs.append(torch.export.export(experts, call, strict=strict))
+    for program in programs:
+        found = program.module()(*call)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+        assert not program.constants and len(program.state_dict) == len(experts.state_dict()) - 2 * EXPERTS
+
+
+CPU_CONFIGS = {
+    **CONFIGS,
+    "differences": QuantConfig("u8", 32, zeros="int", clip="max", compute="i8"),
+    "bytes": QuantConfig("u4", 32, clip="max", compute="i8"),
+    "folded": QuantConfig("nf4", 16, clip="max", compute="f8e4m3", fold_scales=True),
+}
+
+
+@pytest.mark.parametrize("config", CPU_CONFIGS)
+def test_every_kind_of_weight_on_a_cpu(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate("cpu", monkeypatch)
+    experts, call = quantized("gpt-oss", CPU_CONFIGS[config]), call_of(5)
+    found = experts(*call)
+    assert is_served(experts)
+    assert_right(found, defined(experts, *call))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 9, 65, 513])
 def test_a_graph_is_right_for_any_routing(tokens: int) -> None:
@@ -318,9 +367,13 @@ def test_another_type_of_products_is_noticed() -> None:
     assert torch.equal(experts(*call), before) and is_served(experts)
 
 
+@pytest.mark.parametrize("target", ["emulator:sm_80", "cpu"])
 @pytest.mark.parametrize(("tokens", "compute"), [(7, None), (8, "i8")])
-def test_few_slots_are_multiplied_in_their_own_type(tokens: int, compute: Any) -> None:
+def test_few_slots_are_multiplied_in_their_own_type(
+    tokens: int, compute: Any, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """14 slots of 5 experts are less than 3 for each, 16 are more."""
+    emulate(target, monkeypatch)
     config = BYTES["integers"][1]
     mixed, call = quantized(config=replace(config, compute_from=3)), call_of(tokens)
     assert torch.equal(mixed(*call), quantized(config=replace(config, compute=compute))(*call)) and is_served(mixed)
@@ -441,6 +494,17 @@ def test_other_experts_run_one_by_one(change: Callable[[LowbitExperts], None]) -
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(found.abs().max()))
 
 
+def test_every_expert_runs_where_nothing_can_be_waited_for() -> None:
+    """Of those that no kernel serves together."""
+    experts, call = quantized(), call_of(6)
+    call[1].remainder_(EXPERTS)
+    _of_two_formats(experts)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*call), experts(*call), rtol=0.02, atol=0.01)
+    assert not is_served(experts)
+
+
 def test_gradients_go_through_each_expert() -> None:
     experts, (x, ids, weights) = quantized(), call_of(6)
     ids.remainder_(EXPERTS)
@@ -559,7 +623,7 @@ def test_call_that_does_not_fit(x: Tensor, tile: int, message: str) -> None:
 
 def test_specs_that_no_kernel_serves() -> None:
     spec = spec_of_experts(MatmulSpec(32, 64, "u4", 32), 3)
-    with pytest.raises(SpecError, match="experts=3 are multiplied together on GPUs, not on cpu"):
-        expert_matmul(spec, parse_target("cpu"))
+    with pytest.raises(SpecError, match="has outliers, which are not cut by expert; take a matmul per expert"):
+        expert_matmul(replace(spec, outliers=True), parse_target("cpu"))
     with pytest.raises(SpecError, match="needs n=72"):
         spec_of_experts(replace(spec, n=24, experts=1), 3)

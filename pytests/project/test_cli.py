@@ -233,6 +233,12 @@ def test_run_of_experts_in_eight_bits(products):
     assert json.loads(result.output)["right"]
 
 
+@pytest.mark.parametrize("choices", [(), ("--compute", "i8", "--act", "bf16"), ("--epilogue", "silu_mul", "--bias")])
+def test_run_of_experts_on_a_cpu(choices):
+    read = json.loads(lowbit("run", *EXPERTS, "-m", 40, "--top-k", 3, "-t", "cpu", *choices, "--json").output)
+    assert read["right"] and read["slots"] == 120 and read["call_seconds"] > 0 and read["schedule"] is None
+
+
 def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch):
     """One of 120 slots is what another expert makes of its token."""
     multiply = ExpertMatmul.__call__
@@ -279,7 +285,7 @@ def test_explain_shows_what_runs_for_any_number_of_slots(target):
     ("arguments", "message"),
     [
         (("--top-k", 7), "top_k=7 must be in 1..6, the experts that there are (experts=)"),
-        (("--target", "cpu"), "on GPUs, not on cpu; take a target such as 'sm_90a' or 'emulator:sm_90a'"),
+        (("--target", "cpu", "--outliers"), "has outliers, which are not cut by expert; take a matmul per expert"),
         (("--schedule", "tokens=8"), "drop --schedule; lowbit explain shows which kernels there are"),
         (("--experts", 1, "--top-k", 2), "--top-k=2 says how many experts a token has: give their number, --experts"),
     ],

@@ -1,7 +1,7 @@
 """The experts of a layer of vLLM: two matrices, each a weight of all experts (`MatmulSpec.experts`).
 
 On a GPU every call is the same few launches, whatever the routing, and waits for nothing: CUDA graphs hold it. On a CPU
-the experts that have tokens run one by one.
+the experts that have tokens run one after the other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
-from lowbit.pylib.matmul import compile
 from lowbit.pylib.nn.gated_linear import Gate, in_halves, with_gate
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.stacked_experts import target_of
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.config import QuantConfig
-from lowbit.pylib.runtime.devices import target_at
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -45,16 +43,15 @@ GATES = {
 class Experts(nn.Module):
     """Low-bit experts with a gate that the kernel of gate_up applies.
 
-    Raises SpecError for weights that no kernel multiplies for all experts.
+    Raises SpecError for weights that nothing multiplies for all experts.
     """
 
     def __init__(self, gate_up: PackedWeight, down: PackedWeight) -> None:
         super().__init__()
         self.gate_up, self.down = (PackedModule(packed.spec, packed) for packed in (gate_up, down))
-        self._each: tuple[int, list[tuple[PackedWeight, PackedWeight]]] = (-1, [])
         if target := target_of(gate_up.device):
             _tiles(self.gate_up.spec, self.down.spec, target)
-            if gate_up.wide_range or down.wide_range:
+            if parse_target(target).is_gpu and (gate_up.wide_range or down.wide_range):
                 raise SpecError(f"experts have values beyond {gate_up.spec.act}, which no kernel takes; use bfloat16")
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -64,10 +61,7 @@ class Experts(nn.Module):
         ids       int32 or int64 [tokens, k]; those that are no expert's add nothing
         weights   [tokens, k]
         """
-        target = target_of(x.device)
-        return self._one_by_one(x, ids, weights) if target is None else self._together(x, ids, weights, target)
-
-    def _together(self, x: Tensor, ids: Tensor, weights: Tensor, target: str) -> Tensor:
+        target = cast(str, target_of(x.device))
         gate_up, down = self.gate_up.spec, self.down.spec
         tile = tile_for(_tiles(gate_up, down, target), ids.numel(), gate_up.experts)
         routing = route_by_kernel(ids, gate_up.experts, tile, target)
@@ -75,22 +69,6 @@ class Experts(nn.Module):
         a = expert_matmul(gate_up, parsed)(x, routing.rows, routing.tiles, self.gate_up.packed.tensors, tile)
         o = expert_matmul(down, parsed)(a, routing.numbers, routing.tiles, self.down.packed.tensors, tile)
         return combine_by_kernel(o, routing, weights, target)
-
-    def _one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        result = torch.zeros(len(x), self.down.spec.n // self.down.spec.experts, dtype=torch.float32)
-        for expert, (gate_up, down) in enumerate(self._experts()):
-            tokens, places = (ids == expert).nonzero(as_tuple=True)
-            if len(tokens):
-                y = _multiply(_multiply(x[tokens], gate_up), down)
-                result.index_add_(0, tokens, y.float() * weights[tokens, places, None].float())
-        return result.to(x.dtype)
-
-    def _experts(self) -> list[tuple[PackedWeight, PackedWeight]]:
-        """Returns the weights of each expert, which share the memory of all."""
-        version = self.gate_up.codes._version
-        if self._each[0] != version:
-            self._each = version, list(zip(each_of(self.gate_up.packed), each_of(self.down.packed)))
-        return self._each[1]
 
 
 def _tiles(gate_up: MatmulSpec, down: MatmulSpec, target: str) -> tuple[int, ...]:
@@ -100,10 +78,6 @@ def _tiles(gate_up: MatmulSpec, down: MatmulSpec, target: str) -> tuple[int, ...
     if not found:
         raise SpecError(f"no kernel multiplies all experts of ({gate_up}) and ({down}) on {target}; {LEAVE_DENSE}")
     return found
-
-
-def _multiply(x: Tensor, weight: PackedWeight) -> Tensor:
-    return compile(weight.spec, target_at(-1))(x, weight)
 
 
 def each_of(packed: PackedWeight) -> list[PackedWeight]:
