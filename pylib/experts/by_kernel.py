@@ -6,7 +6,7 @@ and `combine`).
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,7 +84,8 @@ def _route_kernel(top_k: int, experts: int, words: int, target: str) -> Kernel:
     from lowbit.passes.kernels.route import route_program
     from lowbit.pylib.runtime.kernel import compile_program
 
-    return compile_program(lambda: route_program(top_k, experts, words), target, racecheck=False)
+    program = partial(route_program, top_k, experts, words)
+    return compile_program(program, target, overlap=True, racecheck=False)
 
 
 @lru_cache(maxsize=64)
@@ -92,4 +93,5 @@ def _combine_kernel(hidden: int, top_k: int, element: str, weights: str, target:
     from lowbit.passes.kernels.combine import combine_program
     from lowbit.pylib.runtime.kernel import compile_program
 
-    return compile_program(lambda: combine_program(hidden, top_k, element, weights), target, racecheck=False)
+    program = partial(combine_program, hidden, top_k, element, weights)
+    return compile_program(program, target, overlap=True, racecheck=False)

@@ -6,7 +6,7 @@ ids that are no expert stand behind all others, in no tile.
 
 Both are operations of torch alone, whose shapes depend on nothing but those of their arguments. So no host waits for
 the device, and a CUDA graph that was captured for one routing is right for any other. `by_kernel.py` has a launch for
-each, where torch takes dozens; these are for torch.compile, which fuses them, and say what the kernels compute.
+each, where torch takes dozens; these serve a CPU and what no kernel does, and say what the kernels compute.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from torch.compiler import assume_constant_result, is_compiling, is_exporting
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.experts.choice import tile_for
-from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
-from lowbit.pylib.experts.routing import check_routing, combine, route
+from lowbit.pylib.experts.routing import check_routing
 from lowbit.pylib.nn.dense_experts import MATRICES, apply_gate, count_of, is_transposed, sorted_routing
 from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.fuse import concatenated
@@ -37,7 +36,7 @@ from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, change_order, gate_o
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
 from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
-from lowbit.pylib.operator.expert_schema import multiply
+from lowbit.pylib.operator import expert_schema
 from lowbit.pylib.operator.tracing import is_observed
 
 
@@ -146,18 +145,12 @@ class LowbitExperts(NoDense):
         """Returns the sum by one launch for the gate_up of all experts, and one for their down; on a CPU by calls."""
         experts, (gate_up, down) = len(self.gate_up), found.matrices
         tile = tile_for(found.tiles, top_k_index.shape[0] * top_k_index.shape[1], experts)
-        target = None if is_compiling() or is_observed() else target_of(x.device)
-        run = torch.ops.lowbit.expert_matmul if target is None else multiply
-        if target is None:
-            routing = route(top_k_index, experts, tile)
-        else:
-            routing = route_by_kernel(top_k_index, experts, tile, target)
-        h = run(x, routing.rows, routing.tiles, gate_up.tensors, gate_up.kernel, tile)
+        run: Any = torch.ops.lowbit if is_compiling() or is_observed() else expert_schema
+        rows, numbers, tiles, slots = run.route(top_k_index, gate_up.kernel, tile)
+        h = run.expert_matmul(x, rows, tiles, gate_up.tensors, gate_up.kernel, tile)
         a = h if gate_up.spec.is_gated else self._apply_gate_to(h)
-        o = run(a, routing.numbers, routing.tiles, down.tensors, down.kernel, tile)
-        if target is None:
-            return combine(o, routing, top_k_weights).to(x.dtype)
-        return combine_by_kernel(o, routing, top_k_weights, target).to(x.dtype)
+        o = run.expert_matmul(a, numbers, tiles, down.tensors, down.kernel, tile)
+        return run.combine(o, slots, tiles, top_k_weights, down.kernel).to(x.dtype)
 
     def _together(self, x: Tensor, top_k_weights: Tensor) -> Stacked | None:
         """Returns the stacked weights for a call, if a kernel for all experts serves it.

@@ -1,7 +1,9 @@
-"""Declares `torch.ops.lowbit.expert_matmul` to torch: one launch for the slots of all experts (`ExpertMatmul`), so that
-torch.compile can trace it.
+"""Declares what a call of experts does to torch, so that torch.compile can trace it: `torch.ops.lowbit.route`,
+`expert_matmul` and `combine`, in this order. Each is one launch on a GPU.
 
-Its `kernel` argument is that of `torch.ops.lowbit.matmul.packed`: the matmul as text. There is no gradient.
+Their `kernel` argument is that of `torch.ops.lowbit.matmul.packed`: the matmul as text, which says how many experts
+there are, and where they run. The functions here are what the operators run on tensors that have values. There are no
+gradients.
 """
 
 from __future__ import annotations
@@ -13,28 +15,72 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.targets import parse_target
+from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
+from lowbit.pylib.experts.routing import Routing
 from lowbit.pylib.operator.schema import parts
-from lowbit.pylib.runtime.expert_matmul import expert_matmul
+from lowbit.pylib.runtime import expert_matmul as runtime
 from lowbit.pylib.torch_types import TORCH
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define(
-    "expert_matmul(Tensor x, Tensor rows, Tensor tiles, Tensor[] weight, str kernel, int tile) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
-def multiply(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int) -> Tensor:
-    """Returns y [slots, n / experts]: what the operator runs on tensors that have values."""
+def route(top_k_index: Tensor, kernel: str, tile: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns rows, numbers, tiles and slots of a `Routing` of tokens to experts.
+
+    top_k_index  int32 or int64 [tokens, k]
+    tile         the most slots of a token tile
+    """
     given = parts(kernel)
-    return expert_matmul(given["spec"], parse_target(given["target"]))(x, rows, tiles, weight, tile)
+    routing = route_by_kernel(top_k_index, given["spec"].experts, tile, given["target"])
+    return routing.rows, routing.numbers, routing.tiles, routing.slots
 
 
-def _fake(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int) -> Tensor:
+def expert_matmul(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int) -> Tensor:
+    """Returns y [slots, n / experts] of the slots that `route` found (`ExpertMatmul`)."""
+    given = parts(kernel)
+    return runtime.expert_matmul(given["spec"], parse_target(given["target"]))(x, rows, tiles, weight, tile)
+
+
+def combine(o: Tensor, slots: Tensor, tiles: Tensor, top_k_weights: Tensor, kernel: str) -> Tensor:
+    """Returns the sum of each token's experts [tokens, hidden], in the type of o.
+
+    o              [places, hidden]: what the expert of each slot has made
+    slots, tiles   as `route` found them
+    top_k_weights  [tokens, k]
+    """
+    routing = Routing(rows=slots, numbers=slots, tiles=tiles, slots=slots)  # rows and numbers play no part
+    return combine_by_kernel(o, routing, top_k_weights, parts(kernel)["target"])
+
+
+def _fake_route(top_k_index: Tensor, kernel: str, tile: int) -> tuple[Tensor, ...]:
+    tokens, k = top_k_index.shape
+    shapes = (tokens * k,), (tokens * k,), (tokens * k + 1, 3), (tokens, k)
+    return tuple(top_k_index.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _fake_matmul(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int) -> Tensor:
     spec: MatmulSpec = parts(kernel)["spec"]
     return x.new_empty((rows.shape[0], spec.outputs), dtype=TORCH[spec.out_dtype])
 
 
-torch.library.register_fake("lowbit::expert_matmul", _fake, lib=_LIBRARY)
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("expert_matmul", multiply, _device)
+def _fake_combine(o: Tensor, slots: Tensor, tiles: Tensor, top_k_weights: Tensor, kernel: str) -> Tensor:
+    return o.new_empty((slots.shape[0], o.shape[1]))
+
+
+for _schema, _function, _fake in (
+    ("route(Tensor top_k_index, str kernel, int tile) -> (Tensor, Tensor, Tensor, Tensor)", route, _fake_route),
+    (
+        "expert_matmul(Tensor x, Tensor rows, Tensor tiles, Tensor[] weight, str kernel, int tile) -> Tensor",
+        expert_matmul,
+        _fake_matmul,
+    ),
+    (
+        "combine(Tensor o, Tensor slots, Tensor tiles, Tensor top_k_weights, str kernel) -> Tensor",
+        combine,
+        _fake_combine,
+    ),
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"lowbit::{_function.__name__}", _fake, lib=_LIBRARY)
+    for _device in ("CPU", "CUDA"):
+        _LIBRARY.impl(_function.__name__, _function, _device)

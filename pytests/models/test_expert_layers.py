@@ -276,6 +276,21 @@ def test_every_kind_of_weight_on_a_cpu(config: str, monkeypatch: pytest.MonkeyPa
     assert_right(found, defined(experts, *call))
 
 
+def test_torch_traces_four_launches() -> None:
+    """None of the dozens of operations that routing takes in torch."""
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(node for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(quantized(), fullgraph=True, backend=backend)(*call_of(5))
+    launches = [node.target.__name__ for node in seen if str(node.target).startswith("lowbit.")]
+    assert [name.split(".")[0] for name in launches] == ["route", "expert_matmul", "expert_matmul", "combine"]
+    assert not any(name in str(node.target) for node in seen for name in ("sort", "cumsum", "index"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 9, 65, 513])
 def test_a_graph_is_right_for_any_routing(tokens: int) -> None:
