@@ -159,7 +159,7 @@ class LowbitExperts(NoDense):
         that is exported holds the tensors of the layers, and these would be in it twice.
         """
         trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
-        if trains or is_exporting() or target_of(x.device) is None:
+        if trains or _is_exported() or target_of(x.device) is None:
             return None
         if is_compiling():
             _stack_all()
@@ -258,6 +258,13 @@ class LowbitExperts(NoDense):
 
 
 _alive: WeakSet[LowbitExperts] = WeakSet()
+
+
+@assume_constant_result
+def _is_exported() -> bool:
+    """Tells whether torch.export traces a call. Some versions of torch.compile take the answer for yes, if they trace
+    the question."""
+    return is_exporting()
 
 
 @assume_constant_result

@@ -52,6 +52,7 @@ KERNELS: dict[str, tuple[str, MatmulSpec, int, str]] = {  # family, spec, tokens
     "eight_bit_prefill_mma": ("eight_bit_prefill_mma", BYTES, 128, "sm_80"),
     "experts": ("experts", EXPERTS, 128, "sm_90a"),
     "experts_mma": ("experts_mma", EXPERTS, 16, "sm_80"),
+    "experts_decode": ("experts_decode", EXPERTS, 8, "sm_90a"),
     "eight_bit_experts": ("eight_bit_experts", EXPERTS_OF_BYTES, 128, "sm_90a"),
     "eight_bit_experts_mma": ("eight_bit_experts_mma", EXPERTS_OF_BYTES, 16, "sm_80"),
     "permute": ("permute", permute_spec(1024, "f16"), 0, "sm_80"),

@@ -213,7 +213,7 @@ def test_checkpoints_of_earlier_versions(tmp_path: Path) -> None:
     model = nn.Module()
     model.base_model_prefix = "model"  # type: ignore[assignment]
     with pytest.raises(PackError, match=r"up: an earlier version saved scales and zeros apart; load .* save the model"):
-        saved_specs(model, [str(file)])
+        saved_specs(model, lowbit.open_checkpoint(tmp_path))
 
 
 def test_damaged_files() -> None:

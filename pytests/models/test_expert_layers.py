@@ -217,6 +217,7 @@ def test_a_token_has_the_same_result_among_others(device: str, tokens: int) -> N
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled(device: str) -> None:
     """The weights are stacked while torch.compile traces the first call."""
+    torch._dynamo.reset()
     experts = quantized(device=device)
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager" if device == "cpu" else "inductor")
     for tokens in (3, 6):
