@@ -19,7 +19,7 @@ from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.eight_bit_experts.family import EightBitExperts
 from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMma
 from lowbit.passes.kernels.experts.family import MOST_BY_MMA, Experts
-from lowbit.passes.kernels.experts_decode.candidates import fastest
+from lowbit.passes.kernels.experts_decode.family import ExpertsDecode
 from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_family import ExpertFamily
@@ -29,7 +29,7 @@ from lowbit.passes.target import Target
 _Family = ExpertFamily[Any]
 _IN_ACT: tuple[_Family, _Family] = (Experts(), ExpertsMma())
 _IN_BYTES: tuple[_Family, _Family] = (EightBitExperts(), EightBitExpertsMma())
-_MOST_STREAMED = 64  # slots of a tile, up to which weights that stream are as fast as a persistent kernel
+_OF_FEW = ExpertsDecode()  # has candidates for tiles that it is as fast for as a persistent kernel
 _TILES = (8, 16, 32, 64, 128, 192)
 _BY_MEAN = ((5, 8), (11, 16), (26, 32), (100, 64), (150, 192), (400, 128), (math.inf, 192))
 """Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
@@ -49,7 +49,7 @@ def schedule_for_few(spec: MatmulSpec, tile: int, slots: int, target: Target) ->
 @lru_cache(maxsize=256)
 def _schedule(spec: MatmulSpec, tile: int, hit: int, target: Target) -> KernelSchedule | None:
     """Returns the schedule for tiles of so many slots where so many experts are hit."""
-    if tile <= _MOST_STREAMED and not spec.compute and (found := fastest(spec, tile, hit, target)):
+    if not spec.compute and (found := _OF_FEW.fastest(spec, tile, hit, target)):
         return found
     by_wgmma, by_mma = _IN_BYTES if spec.compute else _IN_ACT
     families = (by_wgmma, by_mma) if target.has_wgmma and tile > MOST_BY_MMA else (by_mma,)

@@ -1,4 +1,4 @@
-"""The schedules from which the rule chooses for few slots of each expert, and the one that it expects to be fastest.
+"""The schedules from which the rule chooses for few slots of each expert.
 
 Blocks take turns at the tiles of all experts that are hit, as if these were one matrix; so the cost model of the dense
 kernels serves. The shapes are those that won most often on an H200 (docs/lab-notebook/experts.md).
@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.experts_decode.legality import fits
+from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.streaming.candidates import SMALL_GROUP
-from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, predict, spills
+from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, spills
 from lowbit.passes.kernels.streaming.plan import known_plan
 from lowbit.passes.target import Target
 
@@ -81,25 +81,26 @@ _MANY = 64  # slots of a tile, from which on the first product need not wait for
 _LEAST = (_Shape(1, 1, 4, 0, 2, 4), _Shape(1, 1, 2, 0, 2, 4), _Shape(1, 1, 1, 0, 2, 4))  # step_k: a chunk
 
 
-def candidates(spec: MatmulSpec, tile: int, target: Target) -> list[ExpertsDecodeSchedule]:
-    """Returns the schedules with tiles of so many slots that fit; small ones where k is too short for the others. None
-    where tiles of so many slots are not for this kernel."""
+def candidates(
+    spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[ExpertsDecodeSchedule]
+) -> list[ExpertsDecodeSchedule]:
+    """Returns the family's schedules with tiles of so many slots that fit; small ones where k is too short for the
+    others. None where tiles of so many slots are not for this kernel."""
     group = spec.packing.padded_group
     shapes = _SHAPES | (_OF_SMALL_GROUPS if group and group <= SMALL_GROUP else {})
-    found = list(_fitting(spec, tile, target, shapes.get(tile, ())))
+    found = list(_fitting(spec, tile, target, family, shapes.get(tile, ())))
     if found or all(shape.wgmma for shape in shapes.get(tile, ())):
         return found
-    return list(_fitting(spec, tile, target, [shape._replace(step_k=spec.packing.chunk) for shape in _LEAST]))
-
-
-def fastest(spec: MatmulSpec, tile: int, hit: int, target: Target) -> ExpertsDecodeSchedule | None:
-    """Returns the candidate that is expected to take the least time where so many experts are hit; None without any."""
-    some = replace(spec, n=hit * (spec.n // spec.experts), experts=1)
-    return min(candidates(spec, tile, target), key=lambda s: predict(some, tile, s, target), default=None)
+    least = [shape._replace(step_k=spec.packing.chunk) for shape in _LEAST]
+    return list(_fitting(spec, tile, target, family, least))
 
 
 def _fitting(
-    spec: MatmulSpec, tile: int, target: Target, shapes: Iterable[_Shape]
+    spec: MatmulSpec,
+    tile: int,
+    target: Target,
+    family: KernelFamily[ExpertsDecodeSchedule],
+    shapes: Iterable[_Shape],
 ) -> Iterator[ExpertsDecodeSchedule]:
     """Yields the schedules of these shapes that fit and have work for every warp, in two rounds or more of several."""
     for s in (shape.schedule(tile) for shape in shapes):
@@ -108,5 +109,5 @@ def _fitting(
         works = s.warps_k == 1 or 2 * s.warps_k <= plan.steps.count
         if room and works and not spills(plan, target):
             s = replace(s, max_blocks_per_sm=room)
-            if fits(spec, s, target):
+            if family.allows(spec, s, target):
                 yield s

@@ -38,11 +38,19 @@ class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
         return schedule.tokens == token_tile
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
-        return candidates(spec, token_tile, target)
+        return candidates(spec, token_tile, target, self)
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: ExpertsDecodeSchedule, target: Target) -> float:
         """About how many microseconds a launch takes in which all experts are hit, each by one token tile."""
         return predict(replace(spec, experts=1), token_tile, schedule, target)
+
+    def fastest(
+        self, spec: MatmulSpec, token_tile: int, hit: int, target: Target
+    ) -> ExpertsDecodeSchedule | None:
+        """Returns the candidate that is expected to be fastest where so many experts are hit; None without any."""
+        some = replace(spec, n=hit * (spec.n // spec.experts), experts=hit)
+        every = self.candidates(spec, token_tile, target)
+        return min(every, key=lambda s: self.predict(some, token_tile, s, target), default=None)
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
         """The candidates with other numbers of stages and of blocks, too."""

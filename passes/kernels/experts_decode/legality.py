@@ -23,12 +23,3 @@ def check_schedule(spec: MatmulSpec, s: ExpertsDecodeSchedule, target: Target) -
     if room < s.max_blocks_per_sm:
         given = f"max_blocks_per_sm={s.max_blocks_per_sm}, but {target} has room for {room} of these blocks"
         raise SpecError(f"schedule: {given}; take fewer, or a smaller num_stages, warps_k or step_k")
-
-
-def fits(spec: MatmulSpec, s: ExpertsDecodeSchedule, target: Target) -> bool:
-    """Tells whether a schedule fits a spec and a target."""
-    try:
-        check_schedule(spec, s, target)
-    except SpecError:
-        return False
-    return True
