@@ -27,6 +27,5 @@ def eight_bit_experts_matmul(spec: MatmulSpec, schedule: EightBitExpertsSchedule
         store=DirectStore,
         weight=lambda p: ByteWeight(p, plan.in_f16 if spec.folds else plan),
         multiplier=lambda p, panels, weight: ByteWgmmaMultiplier(p, plan, banks, panels, weight),
-        experts=True,
     )
     return Kernel(plan.base, parts).build()

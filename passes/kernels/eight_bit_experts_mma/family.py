@@ -1,4 +1,8 @@
-"""The family for weights of several experts and activations of 8 bits, without wgmma."""
+"""The family for weights of several experts and activations of 8 bits, without wgmma.
+
+The kernel is that of `passes.kernels.eight_bit_prefill_mma`, whose tiles are those of `ExpertOrder`. The scale of a
+slot is that of its row of x, which the list of slots names.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,6 @@ class EightBitExpertsMma(ExpertFamily[EightBitExpertsMmaSchedule]):
         return {"folded": spec.fold_scales}
 
     def build(self, spec: MatmulSpec, schedule: EightBitExpertsMmaSchedule) -> ir.Module:
-        from lowbit.passes.kernels.eight_bit_experts_mma.kernel import eight_bit_experts_mma_matmul
+        from lowbit.passes.kernels.eight_bit_prefill_mma.kernel import eight_bit_prefill_mma_matmul
 
-        return eight_bit_experts_mma_matmul(spec, schedule)
+        return eight_bit_prefill_mma_matmul(spec, schedule)

@@ -25,6 +25,5 @@ def experts_matmul(spec: MatmulSpec, schedule: ExpertsSchedule) -> ir.Module:
         store=DirectStore,
         weight=lambda p: Weight(p, plan),
         multiplier=lambda p, panels, weight: WgmmaMultiplier(p, plan, panels, weight),
-        experts=True,
     )
     return Kernel(plan, parts).build()

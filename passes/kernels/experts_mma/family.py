@@ -1,4 +1,9 @@
-"""The family for weights of several experts: one launch for all of them, whatever the routing."""
+"""The family for weights of several experts: one launch for all of them, whatever the routing.
+
+The kernel is that of `passes.kernels.prefill_mma`, on every target. Tiles are those of `ExpertOrder`, whose table is in
+device memory; rows of x are copied as the list of slots names them, and y has a row for each slot. An expert's rows
+need not be whole tiles: the last tile of one reads rows of the next, or the last row again, and does not store them.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +58,6 @@ class ExpertsMma(ExpertFamily[ExpertsMmaSchedule]):
         return PersistentPlan(spec, schedule, MMA).scaling.rounding
 
     def build(self, spec: MatmulSpec, schedule: ExpertsMmaSchedule) -> ir.Module:
-        from lowbit.passes.kernels.experts_mma.kernel import experts_mma_matmul
+        from lowbit.passes.kernels.prefill_mma.kernel import prefill_mma_matmul
 
-        return experts_mma_matmul(spec, schedule)
+        return prefill_mma_matmul(spec, schedule)

@@ -78,14 +78,12 @@ class Parts:
     store       of a program and its plan
     weight      of a program
     multiplier  of a program, the panels and the weight
-    experts     whether tiles are those of several experts (`ExpertOrder`), in place of all rows and tokens
     """
 
     panels: Callable[[Program, PersistentPlan], Panels]
     store: Callable[[Program, PersistentPlan], Store]
     weight: Callable[[Program], WeightSide]
     multiplier: Callable[[Program, Panels, Any], Multiplier]
-    experts: bool = False
 
 
 class Kernel:
@@ -118,19 +116,20 @@ class Kernel:
     def _block(self) -> None:
         """Builds the program of a block."""
         p, s, tiles = self.p, self.schedule, self.plan.tiles
+        of_experts = self.plan.spec.experts > 1
         self._make_parts()
         block, blocks = p.block_id(0), p.block_count(0)
         self.rank = p.block_id(1) if s.cluster_blocks > 1 else Scalar.of(0)
         self.panels.rank = self.rank
         self.exchange = Exchange(p, tiles.split, self.rank) if tiles.split else None
         self._announce_signals()
-        if self._parts.experts:
+        if of_experts:  # whose table of tiles must be there
             p.grid_wait()
         self._share_out(block, blocks)
         first, first_round = self.order.first(), self.order.first_round
         self.weight.begin(first.row_tile, first_round)
         p.grid_launch_dependents()
-        if not self._parts.experts:
+        if not of_experts:
             p.grid_wait()
         self.panels.copy_first(self.order, first, first_round)
         self.multiplier.await_first()
@@ -152,7 +151,7 @@ class Kernel:
     def _share_out(self, block: Scalar, blocks: Scalar) -> None:
         """Finds out which tiles a block computes, of so many, and which rounds of them."""
         self.workspace = None
-        if self._parts.experts:
+        if self.plan.spec.experts > 1:
             self.order: Order = ExpertOrder(self.p, self.plan, block, blocks)
             return
         kind = StreamOrder if self.schedule.streams else TileOrder
