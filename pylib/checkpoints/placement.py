@@ -13,6 +13,7 @@ from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.linear_like import may_be_low_bit
+from lowbit.pylib.nn.owners import why_changed
 from lowbit.pylib.nn.plan import naming
 
 
@@ -45,6 +46,7 @@ def placed(layers: Mapping[str, str], modules: Mapping[str, nn.Module], where: s
         elif isinstance(module, nn.Embedding | LowbitEmbedding):
             found.embeddings[here] = name
         elif here and may_be_low_bit(module):
+            _check_owner(here, modules, f"{where}: {name}")
             found.linears[here] = name
         else:
             what = "the model has no such layer" if module is None else f"it is a {type(module).__name__} in the model"
@@ -53,6 +55,13 @@ def placed(layers: Mapping[str, str], modules: Mapping[str, nn.Module], where: s
         for owner, places in found.experts.items():
             check_places(owner, modules[owner], list(places))
     return found
+
+
+def _check_owner(here: str, modules: Mapping[str, nn.Module], where: str) -> None:
+    """Raise CheckpointError for a layer that the model changes when it is called."""
+    path, _, leaf = here.rpartition(".")
+    if why := why_changed(modules[path], leaf, modules[here]):
+        raise CheckpointError(f"{where} is quantized, but in the model {why}")
 
 
 def wanted_layers(checkpoint: Checkpoint, names: Names, modules: Mapping[str, nn.Module]) -> dict[str, str]:

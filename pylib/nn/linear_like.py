@@ -20,7 +20,7 @@ LINEARS: Mapping[str, bool] = {
 
 def is_linear(module: nn.Module) -> bool:
     """Tells whether a module is known to compute what nn.Linear does."""
-    return _full_name(module) in LINEARS
+    return full_name(module) in LINEARS
 
 
 def may_be_low_bit(module: nn.Module | None) -> bool:
@@ -30,7 +30,7 @@ def may_be_low_bit(module: nn.Module | None) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Tells whether a linear module has its weight as [k, n]."""
-    return LINEARS.get(_full_name(module), False)
+    return LINEARS.get(full_name(module), False)
 
 
 def as_linear(module: nn.Module) -> nn.Linear:
@@ -45,5 +45,6 @@ def as_linear(module: nn.Module) -> nn.Linear:
     return linear.train(dense.training)
 
 
-def _full_name(module: object) -> str:
+def full_name(module: object) -> str:
+    """Returns the name of a module's class with that of its file."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

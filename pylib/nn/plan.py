@@ -20,6 +20,7 @@ from lowbit.pylib.nn.dense_experts import is_experts, specs_of_experts, why_no_e
 from lowbit.pylib.nn.embedding import spec_of_embedding, tied_linears, why_not
 from lowbit.pylib.nn.linear import CODES, act_of, is_codes, spec_of
 from lowbit.pylib.nn.linear_like import as_linear, is_linear, is_transposed
+from lowbit.pylib.nn.owners import why_needed
 from lowbit.pylib.nn.packed_module import PackedModule, check_model
 from lowbit.pylib.nn.why_dense import NO_REASON, Reason
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
@@ -30,8 +31,6 @@ Filter = Callable[[str, nn.Module], bool]
 EXCLUDED = Reason("filter_fn returned False")
 UNMATCHED = Reason("no pattern of the configuration matches")
 ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
-READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that take `weight` out of their linear layers instead of calling them."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +270,9 @@ def _structural_reason(
 
 def _reason_of_place(model: nn.Module, module: nn.Module, names: Sequence[str]) -> Reason:
     """Returns why a module can't be replaced by another where it is; false if it can."""
-    parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
-    if readers := [parent for parent in parents if isinstance(parent, READ_WEIGHTS_THEMSELVES)]:
-        return Reason(f"{type(readers[0]).__name__} reads its weight itself")
+    owners = [(model.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)]
+    if why := next(filter(None, (why_needed(owner, leaf, module) for owner, leaf in owners)), ""):
+        return Reason(why)
     if any(_has_adapters(model.get_submodule(".".join(name.split(".")[:-2]))) for name in names):
         return Reason("it is of an adapter of PEFT, which is trained; quantize the model before, or merge the adapter")
     if module._forward_pre_hooks or module._forward_hooks:

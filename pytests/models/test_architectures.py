@@ -32,6 +32,16 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 2,
 }
 GPT2: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+SWITCH: dict[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "d_ff": 128,
+    "d_kv": 16,
+    "num_heads": 4,
+    "num_experts": 4,
+    **dict.fromkeys(("num_layers", "num_decoder_layers", "num_sparse_encoder_layers", "num_sparse_decoder_layers"), 1),
+    "decoder_start_token_id": 0,
+}
 VISION: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -71,6 +81,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "t5": lambda: transformers.T5EncoderModel(
         transformers.T5Config(**TEXT, d_model=64, d_kv=16, d_ff=128, num_heads=4)
     ),
+    "rwkv": causal("RwkvConfig", attention_hidden_size=64, context_length=64),  # divides weights
+    "switch": lambda: transformers.SwitchTransformersForConditionalGeneration(  # casts routers to f32
+        transformers.SwitchTransformersConfig(**SWITCH)
+    ),
     "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)),
 }
 U8 = QuantConfig("u8", 32, clip="max")  # without a search, which takes longest
@@ -82,7 +96,8 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
         return {"pixel_values": PIXELS}
     if "image_token_index" in model.config.to_dict():
         return {"pixel_values": PIXELS, "input_ids": torch.cat([torch.full((1, 16), IMAGE_TOKEN), TOKENS], 1)}
-    return {"input_ids": TOKENS}
+    has_decoder = hasattr(model, "get_decoder") and model.config.is_encoder_decoder
+    return {"input_ids": TOKENS, **({"decoder_input_ids": TOKENS[:, :4]} if has_decoder else {})}
 
 
 def output(model: Any) -> Tensor:
@@ -116,6 +131,37 @@ def test_a_model_is_quantized_on_load_and_comes_back(name: str, more: dict[str, 
     assert 1e-4 < error < 0.03
     model.save_pretrained(tmp_path / "low")
     assert torch.equal(output(type(dense).from_pretrained(tmp_path / "low")), expected)
+
+
+def dense_reasons(model: Any, end: str) -> set[str]:
+    """Returns why layers whose names end so stay dense, after quantizing a model."""
+    report = lowbit.quantize_(model, U8, progress=False)
+    return {row.reason for row in report.dense if row.name.endswith(end)}
+
+
+def test_layers_that_a_model_casts_stay_dense() -> None:
+    reasons = dense_reasons(MODELS["switch"]().bfloat16(), "classifier")
+    assert reasons == {"SwitchTransformersTop1Router computes in f32, and casts it"}
+
+
+def test_layers_that_a_model_writes_to_stay_dense() -> None:
+    model = MODELS["rwkv"]().bfloat16()
+    hint = "divides its weight in place; config.rescale_every = 0 quantizes it"
+    assert dense_reasons(model, "attention.output") == {f"RwkvSelfAttention {hint}"}
+    model = MODELS["rwkv"]().bfloat16()
+    model.config.rescale_every = 0
+    expected = output(model)
+    assert not dense_reasons(model, "attention.output")
+    assert float((output(model) - expected).norm() / expected.norm()) < 0.03
+
+
+def test_a_checkpoint_with_layers_that_a_model_writes_to(tmp_path: Path) -> None:
+    model = MODELS["rwkv"]().bfloat16()
+    model.config.rescale_every = 0
+    lowbit.quantize_(model, U8, progress=False)
+    lowbit.save_checkpoint(model, tmp_path)
+    with pytest.raises(lowbit.CheckpointError, match="but in the model RwkvSelfAttention divides its weight"):
+        lowbit.load_checkpoint(MODELS["rwkv"]().bfloat16(), tmp_path)
 
 
 def gpt2() -> Any:
