@@ -1,7 +1,7 @@
 """Modules that do more with a layer of theirs than call it, so that no low-bit layer can take its place.
 
-Some read the weight, some cast the layer and its inputs, some write to the weight. What can be seen in the module itself
-is looked at; else a module is known by its class's full name, so that no library has to be imported.
+Some read the weight, some cast the layer and its inputs, some write to the weight. Such modules are known by what they
+hold, or by the full names of their classes, so that no library has to be imported.
 """
 
 from __future__ import annotations
