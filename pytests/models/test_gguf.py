@@ -55,6 +55,26 @@ def test_values_are_those_of_the_package(name: str, tmp_path: Path) -> None:
     assert float((y - right).abs().max()) < 0.002 * float(right.abs().max())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_changed_values(name: str, tmp_path: Path) -> None:
+    """Whatever bytes a tensor has, its values are those of the package, or it is refused."""
+    chance, refused = random.Random(name), 0
+    for _ in range(8):
+        data = blocks(name, N, K)
+        for _ in range(chance.choice((1, 2, 8))):
+            data.reshape(-1)[chance.randrange(data.size)] = chance.randrange(256)
+        file = write(tmp_path / "file.gguf", {"w": (data, Kind[name])})
+        with np.errstate(all="ignore"):
+            expected = torch.from_numpy(gguf.quants.dequantize(data, Kind[name]))
+        try:
+            found = cast(lowbit.PackedWeight, file["w"]).dequantize()
+        except CheckpointError:
+            refused += 1
+            continue
+        assert torch.equal(bits_of(found), bits_of(expected))
+    assert refused < 5
+
+
 def bits_of(values: torch.Tensor) -> torch.Tensor:
     """Returns f32 values as integers: 0 and -0 differ."""
     return values.view(torch.int32)
