@@ -64,7 +64,7 @@ class MatmulSpec:
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
     row_scales  whether every row has an f32 scale besides those of its groups: NVFP4's scale per tensor, say
     permuted    whether columns are stored in another order than x's, which the weight says (GPTQ's act-order): column j
-                of codes and groups is W[:, permutation[j]]
+                of codes and groups is W[:, permutation[j]]; every expert has an order of its own
     outliers    whether a sparse matrix S of f16 numbers is added to the weight
     bilevel     the second level of scales (zeros, offsets) that are codes: a `Bilevel` (K-quants, SpQR, nested NF4)
     epilogue    what becomes of sums before they are y (`dialect.epilogue`): "silu_mul", "gelu_mul" and "swiglu_oai"
@@ -134,8 +134,6 @@ class MatmulSpec:
         if self.n % unit:
             rule = f"experts={self.experts} needs n={self.n}, the rows of all, to be a multiple of {unit}"
             raise SpecError(f"{rule}: {ROWS} for each; pad every expert's rows")
-        if self.permuted:
-            raise SpecError(f"experts={self.experts} has no permuted=True; drop it, or use a matmul per expert")
         if self.epilogue == RESIDUAL:
             fix = "drop it, and add the residual to the sum of a token's experts"
             raise SpecError(f"experts={self.experts} has no epilogue='residual'; {fix}")

@@ -41,10 +41,11 @@ class TensorSlot:
               multiplies scales (zeros, offsets) that are codes, less their super zero; a super offset is added;
               group codes are `GROUP_CODES`
     index     what has one number: an element of the weight, a group of a row, a block of groups (`Bilevel`), a row, a
-              column, or some elements ("sparse"); of padded rows there are whole blocks of 16 in memory
+              column of an expert, or some elements ("sparse"); of padded rows there are whole blocks of 16 in memory
     storage   the type of a number in memory; integer zeros (u8) are stored less the least value of the format
     shape     in memory; -1 stands for a length that the values decide
-    given     the shape in which `pack` takes it: [n, k], [n, groups], [n] or [k]; a scale per row also as one number
+    given     the shape in which `pack` takes it: [n, k], [n, groups], [n] or [experts k]; a scale per row also as one
+              number
     code      the format of numbers that are codes (`Bilevel`), such as "u6"; they are stored less its least value
     shared    the tensor in memory whose bytes hold the codes beside others; "": they have a tensor of their own
     bit       the lowest bit of a code in its byte
@@ -88,15 +89,16 @@ class TensorSlot:
         )
 
     @staticmethod
-    def of(packing: Packing, name: str, role: Role, index: Index, storage: Storage) -> TensorSlot:
-        """Returns the slot with the shapes that a tensor with this index has in a weight packed so."""
+    def of(packing: Packing, name: str, role: Role, index: Index, storage: Storage, experts: int = 1) -> TensorSlot:
+        """Returns the slot with the shapes that a tensor with this index has in a weight of so many experts that is
+        packed so."""
         n, k, group = packing.n, packing.k, packing.group or packing.k
         shape, given = {
             "element": (packing.codes_shape, (n, k)),
             "group": (packing.scales_shape, (n, k // group)),
             "row": ((n,), (n,)),
             "padded_row": ((packing.row_blocks * ROWS,), (n,)),
-            "column": ((k,), (k,)),
+            "column": ((experts * k,), (experts * k,)),
             "sparse": ((-1, LINE), (n, k)),
         }[index]
         return TensorSlot(name, role, index, storage, shape, given)
@@ -114,6 +116,7 @@ def weight_tensors(
     bilevel: Bilevel | None = None,
     integer_zeros: bool = False,
     code: str = "",
+    experts: int = 1,
 ) -> tuple[TensorSlot, ...]:
     """Returns the slots of the tensors that `pack` takes, codes first.
 
@@ -121,6 +124,7 @@ def weight_tensors(
 
     bilevel, code: the second level of scales that are codes, and their format; so are offsets and zeros, except for
     integer zeros
+    experts: each of which has numbers of its own for columns
     """
     tensors: list[tuple[str, Role, Index, Storage | None]] = [
         ("codes", "codes", "element", "i32"),
@@ -132,7 +136,9 @@ def weight_tensors(
         ("outliers", "outliers", "sparse", outliers),
         ("permutation", "permutation", "column", permutation),  # the last, as no kernel takes it
     ]
-    slots = [TensorSlot.of(packing, name, role, index, storage) for name, role, index, storage in tensors if storage]
+    slots = [
+        TensorSlot.of(packing, name, role, index, storage, experts) for name, role, index, storage in tensors if storage
+    ]
     if bilevel is None:
         return tuple(slots)
     coded = [slot for slot in slots if slot.index == "group" and (slot.role != "zero" or not integer_zeros)]

@@ -131,6 +131,7 @@ class WeightFormat:
             bilevel=self.bilevel,
             integer_zeros=self.zeros == "int",
             code=self.scale,
+            experts=call.experts,
         )
 
     def described(self, shape: Shape) -> str:

@@ -146,7 +146,8 @@ class Matmul:
         others       by name, where the spec has them:
         offsets      floats [n, groups]
         row_scales   floats [n], or one number; with fold_scales=True they may be left out, and are powers of two then
-        permutation  integers [k]: column j of all these tensors is for column permutation[j] of x
+        permutation  integers [k]: column j of all these tensors is for column permutation[j] of x; of several experts
+                     [experts k], those of each
         scale_scales, scale_zeros, scale_offsets, zero_scales, offset_scales and so on
                      with `bilevel`: floats [n / rows, groups / bilevel.groups], one for each block; scales, zeros and
                      offsets are integers of the spec's scale format then, or floats for "e4m3"

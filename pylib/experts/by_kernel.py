@@ -1,17 +1,21 @@
-"""The routing of tokens to experts, and the sum of what these make of them, by a kernel each (`passes.kernels.route`
-and `combine`).
+"""The routing of tokens to experts, the order of columns that an expert may have, and the sum of what experts make of
+tokens, by a kernel each (`passes.kernels.route`, `permute_slots` and `combine`).
 
-`routing.py` has the same in operations of torch, of which `route` takes some thirty and `combine` a dozen.
+`routing.py` has the first and the last in operations of torch, of which `route` takes some thirty and `combine` a
+dozen.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from lowbit.dialect.spec import Act
+from lowbit.passes.kernels.permute.family import FEW_ROWS, default_schedule, permute_spec
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.routing import Routing, check_index, combine, route
 from lowbit.pylib.runtime.driver import allocate, on_device
 from lowbit.pylib.runtime.interface import unwritten
@@ -45,6 +49,26 @@ def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -
         rows, numbers, tiles, slots = (_unwritten(shape, torch.int32, ids) for shape in shapes)
         kernel.start(ids, rows, numbers, slots, tiles, tokens, tile)
     return Routing(rows, numbers, tiles, slots)
+
+
+def permute_by_kernel(
+    x: Tensor, permutation: Tensor, rows: Tensor, tiles: Tensor, tile: int, target: str
+) -> tuple[Tensor, Tensor]:
+    """Returns x[rows[s], permutation[e]] for each slot s of an expert e, [slots, k], and the numbers of slots, i32
+    [slots]. Rows of slots in no token tile hold anything.
+
+    x            [rows, k], contiguous and at a multiple of 16 bytes
+    permutation  i32 [experts k]
+    rows, tiles  of a `Routing` to token tiles of up to `tile` slots
+    target       a GPU or an emulator
+    """
+    slots, k = len(rows), x.shape[1]
+    kernel = _permute_kernel(k, cast(Act, _ELEMENTS[x.dtype]), len(permutation) // k, slots > FEW_ROWS, target)
+    with on_device(x.get_device()):
+        y, numbers = _unwritten((slots, k), x.dtype, x), _unwritten((slots,), torch.int32, x)
+        if slots:
+            kernel.start(x, permutation, rows, tiles, y, numbers, slots, tile)
+    return y, numbers
 
 
 def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target: str) -> Tensor:
@@ -85,6 +109,16 @@ def _route_kernel(top_k: int, experts: int, words: int, target: str) -> Kernel:
     from lowbit.pylib.runtime.kernel import compile_program
 
     program = partial(route_program, top_k, experts, words)
+    return compile_program(program, target, overlap=True, racecheck=False)
+
+
+@lru_cache(maxsize=64)
+def _permute_kernel(k: int, act: Act, experts: int, many: bool, target: str) -> Kernel:
+    from lowbit.passes.kernels.permute_slots import permute_slots_program
+    from lowbit.pylib.runtime.kernel import compile_program
+
+    schedule = default_schedule(permute_spec(k, act), FEW_ROWS + many, parse_target(target))
+    program = partial(permute_slots_program, k, act, experts, schedule)
     return compile_program(program, target, overlap=True, racecheck=False)
 
 

@@ -37,6 +37,7 @@ from lowbit.pylib.reference.definition import (
     index_of,
     matmul,
     multiplied,
+    of_experts,
     offset_of,
     outliers_of,
     row_scale_of,
@@ -67,7 +68,8 @@ def tolerance(
     folded: bool = False,
     **others: Array,
 ) -> F64:
-    """Returns the largest |y - matmul(...)| [m, n] of a correct kernel. Non-finite weights contribute nothing.
+    """Returns the largest |y - matmul(...)| of a correct kernel, in the shape of y. Non-finite weights contribute
+    nothing.
 
     dequantized     the kernel rounds whole weights to the operand's type (as the dequantize kernel does) and then
                     accumulates all of k
@@ -79,6 +81,10 @@ def tolerance(
     folded          the kernel rounds weights as `MatmulSpec.fold_scales` allows it, and adds up all columns in the
                     tensor core: `_folding_error`
     """
+    if spec.experts > 1:
+        given = {"codes": codes, "scales": scales, "zeros": zeros, "bias": bias, **others}
+        rounding = {"rounded_zeros": rounded_zeros, "rounded_outliers": rounded_outliers, "folded": folded}
+        return of_experts(tolerance, spec, x, given, dequantized=dequantized, **rounding)
     spec, residual = spec.for_rows(len(x)), others.pop(RESIDUAL, None)
     y = matmul(spec.without_epilogue, x, codes, scales, zeros, bias, **others)
     scale, zero, offset = scale_of(spec, scales, others), zero_of(spec, zeros, others), offset_of(spec, others)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +34,10 @@ def dequantize(
     scale, zero = scale_of(spec, scales, others), zero_of(spec, zeros, others)
     with np.errstate(invalid="ignore"):
         w = scale * (decode(spec, codes) - zero) + offset_of(spec, others) + outliers_of(others, len(codes), spec.k)
-    return w[:, np.argsort(f64(others["permutation"]))] if spec.permuted else w
+    if not spec.permuted:
+        return w
+    orders = f64(others["permutation"]).reshape(-1, 1, spec.k)  # of each expert
+    return np.take_along_axis(w.reshape(len(orders), -1, spec.k), np.argsort(orders), 2).reshape(w.shape)
 
 
 def multiplied(spec: MatmulSpec, x: Array) -> F64:
@@ -54,10 +59,14 @@ def matmul(
     bias: Array | None = None,
     **others: Array,
 ) -> F64:
-    """y[m, n] = x[m, k] @ W[n, k].T + bias[n] in float64, and what `MatmulSpec.epilogue` makes of it.
+    """y[m, n] = x[m, k] @ W[n, k].T + bias[n] in float64, and what `MatmulSpec.epilogue` makes of it; of several
+    experts what each makes of all rows of x, side by side: [m, experts * outputs].
 
     others: more tensors of the spec by name, and the residual
     """
+    if spec.experts > 1:
+        of_all = {"codes": codes, "scales": scales, "zeros": zeros, "bias": bias, **others}
+        return of_experts(matmul, spec, x, of_all)
     residual = others.pop(RESIDUAL, None)
     with np.errstate(invalid="ignore", over="ignore"):
         product = multiplied(spec, x) @ dequantize(spec, codes, scales, zeros, **others).T
@@ -66,6 +75,26 @@ def matmul(
             gate, up = clamped(spec, sums)
             return activated(spec, gate) * up
         return sums if residual is None else sums + f64(residual)
+
+
+def of_experts(
+    function: Callable[..., F64], spec: MatmulSpec, x: Array, tensors: Mapping[str, Array | None], **rest: Any
+) -> F64:
+    """Returns the columns [m, outputs] that a function gives for each expert, side by side."""
+    one = replace(spec.for_rows(len(x)), n=spec.n // spec.experts, experts=1)
+    each = (of_expert(spec, tensors, expert) for expert in range(spec.experts))
+    return np.concatenate([function(one, x, **of_one, **rest) for of_one in each], axis=1)
+
+
+def of_expert(spec: MatmulSpec, tensors: Mapping[str, Array | None], expert: int) -> dict[str, Array]:
+    """Returns the tensors of one expert, of those of all as `pack` takes them."""
+
+    def cut(name: str, tensor: Array) -> Array:
+        whole = read_csr(tensor, spec.n, spec.k).to_dense() if name == "outliers" else tensor
+        part = whole[expert * len(whole) // spec.experts : (expert + 1) * len(whole) // spec.experts]
+        return part.to_sparse_csr() if isinstance(part, Tensor) and name == "outliers" else part
+
+    return {name: cut(name, tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
 def halves(sums: F64) -> tuple[F64, F64]:

@@ -71,7 +71,7 @@ def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> d
         level = 1.0 if slot.name.startswith("zero") else typical
         drawn[slot.name] = (drawn[slot.name] * level).to(TORCH[slot.storage])
     for slot in _slots(spec, "permutation"):
-        drawn[slot.name] = torch.from_numpy(rng.permutation(spec.k))
+        drawn[slot.name] = torch.from_numpy(np.concatenate([rng.permutation(spec.k) for _ in range(spec.experts)]))
     for slot in _slots(spec, "bias"):
         drawn[slot.name] = torch.from_numpy(rng.standard_normal(slot.given)).to(TORCH[slot.storage])
     return drawn

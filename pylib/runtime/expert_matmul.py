@@ -2,7 +2,8 @@
 
 A spec with `experts` has the weights of all of them, one after the other. Which slots an expert has stands in device
 memory (`pylib.experts.routing`), and a launch reads it there. With `compute`, a launch before it quantizes the rows of
-x, each once for all of its slots.
+x, each once for all of its slots. Where columns are permuted, one writes a row of x for each slot, in the order of its
+expert.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lowbit.passes.kernels.experts.choice import schedule_for_few, tiles_of
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.experts.by_kernel import permute_by_kernel
 from lowbit.pylib.runtime.cpu_experts import ALL_SLOTS, CpuExperts
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
 from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
@@ -52,16 +54,19 @@ def expert_matmul(spec: MatmulSpec, target: Target) -> ExpertMatmul:
 
 
 class ExpertMatmul:
-    """One launch for all experts, and one that quantizes x where slots are multiplied in 8 bits; on a CPU a call for
-    each expert that has slots. Kernels are compiled when their token tile is first needed. Any thread may call it.
+    """One launch for all experts, and one that quantizes x where slots are multiplied in 8 bits, or permutes its
+    columns; on a CPU a call for each expert that has slots. Kernels are compiled when their token tile is first needed.
+    Any thread may call it.
 
     tiles   sizes of token tiles that there are kernels for, the least first
     """
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
-        self._spec, self._act = spec, TORCH[spec.act]
-        self.tiles = tiles_of(spec, target) if target.is_gpu else (ALL_SLOTS,)
-        every = [_LAUNCHES[target.kind](kind, target) for kind in spec.kinds]
+        self._spec, self._act, self._target = spec, TORCH[spec.act], target.name
+        self._permutes = spec.permuted and target.is_gpu  # a CPU's programs do so themselves
+        of_kernels = replace(spec, permuted=False) if self._permutes else spec
+        self.tiles = tiles_of(of_kernels, target) if target.is_gpu else (ALL_SLOTS,)
+        every = [_LAUNCHES[target.kind](kind, target) for kind in of_kernels.kinds]
         self._few, self._many = every[0], every[-1]
         self._quantize = quantizer(spec.k, spec.act, spec.compute, target) if spec.compute else None
 
@@ -76,7 +81,12 @@ class ExpertMatmul:
         """
         self._check(x, tile)
         launches = self._of(len(rows))
-        return launches.run(self._operands(x, launches.spec), rows, tiles, weight, tile)
+        operands = self._operands(x, launches.spec)
+        if self._permutes:
+            *weight, permutation = weight
+            x, rows = permute_by_kernel(operands[0], permutation, rows, tiles, tile, self._target)
+            operands = (x,)
+        return launches.run(operands, rows, tiles, weight, tile)
 
     def kernel(self, tile: int, slots: int) -> Artifact:
         """The kernel for so many slots in token tiles of so many, one of `self.tiles`."""

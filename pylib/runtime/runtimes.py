@@ -23,7 +23,7 @@ from lowbit.pylib.runtime.emulated import EmulatorRuntime
 from lowbit.pylib.runtime.gpu import CudaRuntime
 from lowbit.pylib.runtime.interface import Runtime, Tensors, check_cpu
 from lowbit.pylib.runtime.permuters import Permuter, permuter
-from lowbit.pylib.weights.dequantized import inverse_of
+from lowbit.pylib.weights.dequantized import in_order_of_x
 
 
 def make_runtime(
@@ -94,4 +94,4 @@ class PermutedRuntime:
 
     def dequantize(self, weight: Tensors) -> Tensor:
         *in_order, permutation = weight
-        return self._permute(self._inner.dequantize(in_order), inverse_of(permutation))
+        return in_order_of_x(self._inner.dequantize(in_order), permutation, self._permute)

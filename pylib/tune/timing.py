@@ -113,7 +113,8 @@ def random_tensor(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str
     if slot.role == "codes":
         return _random_codes(spec, slot, device)
     if slot.role == "permutation":
-        return torch.randperm(spec.k, device=device).to(torch.int32)
+        orders = [torch.randperm(spec.k, device=device) for _ in range(spec.experts)]
+        return torch.cat(orders).to(torch.int32)
     if slot.role == "outliers":
         generator = torch.Generator(device).manual_seed(0)
         return outliers.to_lines(outliers.draw(spec.n, spec.k, OUTLIERS, generator, device))

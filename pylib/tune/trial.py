@@ -223,7 +223,7 @@ def rounding_on_cpu(spec: MatmulSpec, m: int) -> dict[str, bool]:
 def _repeated(spec: MatmulSpec, slot: TensorSlot, t: Tensor, rows: Tensor) -> Tensor:
     """Returns the tensor, given for a few rows, of a weight with these rows of them."""
     if slot.index == "column":
-        return t
+        return t.repeat(spec.experts)
     if slot.index == "sparse":
         return t.to_dense()[rows].to_sparse_csr()
     if slot.index == "block" and spec.bilevel:

@@ -49,9 +49,20 @@ def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dty
     return in_order_of_x(result, tensors["permutation"]) if spec.permuted else result
 
 
-def in_order_of_x(w: Tensor, permutation: Tensor) -> Tensor:
-    """Returns the columns of w, which are stored permuted, in the order of x."""
-    return w.index_select(1, inverse_of(permutation))
+def in_order_of_x(w: Tensor, permutation: Tensor, permute: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    """Returns the columns of w [n, k], which are stored permuted, in the order of x.
+
+    permutation   i32 [experts k]: that of each expert, which has n / experts rows of w
+    permute       returns columns of rows [n, k] in the order of i32 [k]; None: torch does
+    """
+    experts = len(permutation) // w.shape[1]
+    permute = permute or _take_columns
+    parts = [permute(*each) for each in zip(w.chunk(experts), map(inverse_of, permutation.chunk(experts)))]
+    return parts[0] if experts == 1 else torch.cat(parts)
+
+
+def _take_columns(w: Tensor, columns: Tensor) -> Tensor:
+    return w.index_select(1, columns)
 
 
 def inverse_of(permutation: Tensor) -> Tensor:

@@ -142,7 +142,8 @@ class PackedWeight(Mapping[str, Tensor]):
 
     @property
     def permutation(self) -> Tensor | None:
-        """int32 [k]: the column of x that meets each column of codes; None where they are in order."""
+        """int32 [k]: the column of x that meets each column of codes, of several experts [experts k], one after the
+        other; None where they are in order."""
         return self.get("permutation")
 
     @property

@@ -27,6 +27,8 @@ def part_of(spec: MatmulSpec, dim: int, index: int, count: int) -> MatmulSpec:
         raise PackError(f"dim={dim!r} must be 0, for rows, or 1, for columns")
     if not (isinstance(count, int) and isinstance(index, int) and 0 <= index < count):
         raise PackError(f"index={index!r} must be one of 0 .. count - 1, with count={count!r}")
+    if spec.experts > 1:
+        raise PackError(f"a weight of experts={spec.experts} can't be cut; cut that of each, of a spec with experts=1")
     if dim == 0:
         _check_size("n", spec.n, count, ROWS)
         return replace(spec, n=spec.n // count)

@@ -21,8 +21,8 @@ from lowbit.pylib.weights.memory_order import pack_blocks, pack_codes, pack_grou
 from lowbit.pylib.weights.tensor_checks import check_storage
 
 E4M3_OVERFLOW = 464.0  # the tie between 448, the largest, and 480, the first that is not there
-_SHAPES = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]", "column": "[k]"}
-_SHAPES |= {"block": "[n / rows, groups / bilevel.groups]"}
+_SHAPES = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]"}
+_SHAPES |= {"column": "[k] of each expert", "block": "[n / rows, groups / bilevel.groups]"}
 CHECKED = 1 << 20  # numbers per step of a check: what it takes in memory does not grow with the weight
 
 
@@ -65,7 +65,7 @@ def to_memory(spec: MatmulSpec, slot: TensorSlot, values: Tensor) -> Tensor:
         return outliers.pack_lines(found._replace(rows=gated_rows.number_in_memory(spec, found.rows)), spec.n)
     if slot.role == "permutation":
         _check_integer(slot.name, values, "int()")
-        _check_permutation(values.long())
+        _check_permutation(values.long(), spec.k)
         return values.to(torch.int32, copy=True)
     if slot.code and slot.storage == "u8":
         first = least_code(slot.code)
@@ -92,7 +92,7 @@ def check_stored(spec: MatmulSpec, slot: TensorSlot, stored: Tensor) -> None:
         outliers.check_lines(stored, spec.n, spec.k)
         return
     if slot.role == "permutation":
-        _check_permutation(stored.long())
+        _check_permutation(stored.long(), spec.k)
         return
     wrong, rule = _unfit(spec, slot)
     for first, part in _parts(stored):
@@ -142,13 +142,13 @@ def _check_padding(spec: MatmulSpec, codes: Tensor) -> None:
             raise PackError("saved codes hold bits where there is padding; the file is damaged, or pack again")
 
 
-def _check_permutation(columns: Tensor) -> None:
-    """Raises PackError unless every column is there once."""
-    k = len(columns)
+def _check_permutation(columns: Tensor, k: int) -> None:
+    """Raises PackError unless each expert, of k numbers of them, has every column once."""
     outside = (columns < 0) | (columns >= k)
     _reject("permutation", columns, outside, f"must be in 0..{k - 1}; it is the column of x that meets this column")
-    times = torch.bincount(columns, minlength=k)
-    _reject("permutation", columns, times[columns] > 1, "is there twice; every column must be there once")
+    own = columns + torch.arange(len(columns), device=columns.device) // k * k  # a number for each column of an expert
+    times = torch.bincount(own, minlength=len(columns))
+    _reject("permutation", columns, times[own] > 1, "is there twice; every column must be there once")
 
 
 def least(spec: MatmulSpec) -> int:

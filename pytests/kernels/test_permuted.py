@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,7 +142,7 @@ def test_saved_and_cut() -> None:
     ("change", "message"),
     [
         (lambda p: p.float(), r"permutation must be integers, not torch.float32; use .int\(\)"),
-        (lambda p: p[:-1], r"permutation must be \[k\] = \[96\], not \[95\]"),
+        (lambda p: p[:-1], r"permutation must be \[k\] of each expert = \[96\], not \[95\]"),
         (lambda p: p.where(p != 5, 96), r"permutation\[\d+\] = 96 must be in 0..95"),
         (lambda p: p.where(p != 5, 6), r"permutation\[\d+\] = 6 is there twice; every column must be there once"),
         (lambda p: None, "needs permutation; pass permutation="),
@@ -161,3 +162,57 @@ def test_a_weight_in_order_has_none() -> None:
     _, tensors, _ = problem(SPEC, 1)
     with pytest.raises(PackError, match="has no permutation; drop permutation or set permuted= in the spec"):
         pack(replace(SPEC, permuted=False), **tensors)
+
+
+# -- of several experts
+
+EXPERTS = replace(SPEC, n=3 * 32, experts=3)
+
+
+def each_alone(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors of each expert."""
+    return [{name: t.chunk(3)[expert] for name, t in tensors.items()} for expert in range(3)]
+
+
+def test_every_expert_has_its_own_order() -> None:
+    _, tensors, w = problem(EXPERTS, 1)
+    one = replace(EXPERTS, n=32, experts=1)
+    alone = [pack(one, **of_one).dequantize() for of_one in each_alone(tensors)]
+    assert torch.equal(w.dequantize(), torch.cat(alone)) and w["permutation"].shape == (3 * 96,)
+    assert torch.equal(w.unpack_tensor("permutation"), tensors["permutation"])
+    again = PackedWeight.from_state_dict(w.state_dict())
+    assert again.spec == EXPERTS and torch.equal(again.dequantize(), w.dequantize())
+    assert torch.equal(torch.from_numpy(reference.dequantize(EXPERTS, **tensors)).float(), w.dequantize())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("epilogue", [None, "silu_mul"])
+def test_the_definition_of_experts_is_that_of_each(epilogue: Any) -> None:
+    spec = replace(EXPERTS, epilogue=epilogue)
+    x, tensors, _ = problem(spec, 5)
+    one = replace(spec, n=32, experts=1)
+    for function in (reference.matmul, reference.tolerance):
+        found = function(spec, x, **tensors)  # type: ignore[arg-type]
+        alone = [function(one, x, **of_one) for of_one in each_alone(tensors)]  # type: ignore[arg-type]
+        assert (found == np.concatenate(alone, axis=1)).all() and found.shape == (5, 3 * spec.outputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p[:96], r"permutation must be \[k\] of each expert = \[288\], not \[96\]"),
+        (lambda p: p.roll(1), r"permutation\[0\] = \d+ is there twice; every column must be there once"),
+        (lambda p: torch.arange(288), r"permutation\[96\] = 96 must be in 0..95"),
+    ],
+    ids=["of one", "of others", "of all"],
+)
+def test_orders_that_are_none(change: Any, message: str) -> None:
+    _, tensors, _ = problem(EXPERTS, 1)
+    with pytest.raises(PackError, match=message):
+        pack(EXPERTS, **{**tensors, "permutation": change(tensors["permutation"])})
+
+
+def test_a_weight_of_experts_is_cut_by_expert() -> None:
+    """Its halves would be of other experts."""
+    _, _, w = problem(EXPERTS, 1)
+    with pytest.raises(PackError, match="a weight of experts=3 can't be cut; cut that of each"):
+        w.shard(0, 0, 2)

@@ -26,6 +26,7 @@ from lowbit.pylib.nn.gated_linear import GatedLinear, alternating
 from lowbit.pylib.reference import multiplied
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.runtime.quantizers import EmulatorQuantizer
+from lowbit.pylib.weights.packed import pack
 
 transformers = pytest.importorskip("transformers")
 
@@ -319,6 +320,110 @@ def test_a_call_waits_for_nothing() -> None:
         experts(*call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# -- columns in the order of each expert
+
+
+def with_orders(experts: LowbitExperts) -> LowbitExperts:
+    """Experts whose columns are stored in an order of their own each, as GPTQ's act-order has them."""
+    for layers in (experts.gate_up, experts.down):
+        for expert, layer in enumerate(layers):
+            assert isinstance(layer, LowbitLinear)
+            generator = torch.Generator().manual_seed(expert)
+            given = {slot.name: layer.packed.unpack_tensor(slot.name) for slot in layer.spec.given_tensors}
+            order = torch.randperm(layer.spec.k, generator=generator)
+            packed = pack(replace(layer.spec, permuted=True), **given, permutation=order)
+            layers[expert] = LowbitLinear.from_packed(packed.to(layer.codes.device))
+    return experts
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 65])
+@pytest.mark.parametrize("device", [*DEVICES, "program"])
+def test_every_expert_has_its_own_order(device: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the emulator, on a GPU, and by the programs of a CPU."""
+    if device == "program":
+        emulate("cpu", monkeypatch)
+    device = "cpu" if device == "program" else device
+    experts, (x, ids, weights) = with_orders(quantized("gpt-oss", device=device)), call_of(tokens, device=device)
+    ids.clamp_(-1, EXPERTS)
+    found = experts(x, ids, weights)
+    assert is_served(experts) and all(layer.spec.permuted for layer in experts.gate_up)
+    if tokens:
+        assert_right(found, defined(experts, x, ids, weights))
+
+
+@pytest.mark.parametrize("config", ["offsets", "table", "two-levels"])
+@pytest.mark.parametrize("target", ["emulator:sm_90a", "cpu"])
+def test_orders_with_other_kinds_of_weights(target: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(target, monkeypatch)
+    experts, call = with_orders(quantized(config=CONFIGS[config])), call_of(9)
+    found = experts(*call)
+    assert is_served(experts)
+    assert_right(found, defined(experts, *call))
+
+
+class Block(nn.Module):
+    """A model of experts alone."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(x, ids, weights)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_orders_of_a_quantizer(act_order: bool) -> None:
+    """SpQR rounds columns of each expert in its own order, and stores them in it."""
+    calibration = [torch.randn(64, HIDDEN).bfloat16() for _ in range(2)]
+    config = QuantConfig("u3", 16, method="spqr", outlier_threshold=None, act_order=act_order)
+    model = Block(qwen3_moe().to(torch.bfloat16))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    ids = torch.arange(128).reshape(64, 2) % EXPERTS
+    calls = [(x, ids, torch.rand(64, 2)) for x in calibration]
+    lowbit.quantize_(model, config, calibration=calls, progress=False)
+    experts, call = model.experts, call_of(9)
+    assert isinstance(experts, LowbitExperts)
+    found, layers = experts(*call), list(experts.gate_up)
+    assert is_served(experts) and all(layer.spec.permuted == act_order for layer in layers)
+    assert_right(found, defined(experts, *call))
+
+
+def test_orders_are_saved_and_loaded(tmp_path: Path) -> None:
+    experts, call = with_orders(quantized()), call_of(9)
+    expected = experts(*call)
+    save_file(experts.state_dict(), tmp_path / "experts.safetensors")
+    empty = with_orders(quantized(config=QuantConfig("u4", 16, clip="mse")))
+    assert not torch.equal(empty(*call), expected)
+    empty.load_state_dict(load_file(tmp_path / "experts.safetensors"))
+    assert torch.equal(empty(*call), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(experts))(*call), expected)
+
+
+def test_torch_traces_orders() -> None:
+    torch._dynamo.reset()
+    experts, call = with_orders(quantized()), call_of(5)
+    found = torch.compile(experts, fullgraph=True, backend="eager")(*call)
+    assert is_served(experts) and torch.equal(found, experts(*call))
+
+
+@pytest.mark.gpu
+def test_a_graph_with_orders_is_right_for_any_routing() -> None:
+    experts, (x, ids, weights) = with_orders(quantized(device="cuda")), call_of(65, device="cuda")
+    experts(x, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = experts(x, ids, weights)
+    for seed in range(1, 4):
+        for tensor, new in zip((x, ids, weights), call_of(65, device="cuda", seed=seed)):
+            tensor.copy_(new)
+        graph.replay()
+        assert torch.equal(y, experts(x, ids, weights))
+        assert_right(y, defined(experts, x, ids, weights))
 
 
 # -- in 8 bits

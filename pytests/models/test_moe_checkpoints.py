@@ -41,7 +41,7 @@ DENSE = ("gate", "router", "lm_head", "embed_tokens")
 State = dict[str, Tensor]
 
 
-def gptq(weight: Tensor) -> tuple[State, Tensor]:
+def gptq(weight: Tensor, layer: str = "") -> tuple[State, Tensor]:
     """Returns the tensors of a weight in 4 bits with a scale and a zero for 32 columns, and what they stand for."""
     groups = weight.float().unflatten(1, (-1, 32))
     scales = ((groups.amax(2) - groups.amin(2)) / 15).half()
@@ -53,6 +53,23 @@ def gptq(weight: Tensor) -> tuple[State, Tensor]:
     return state | {"scales": scales.T.contiguous()}, dense
 
 
+def act_order(weight: Tensor, layer: str) -> tuple[State, Tensor]:
+    """Returns the same with groups of columns in an order that all layers of an expert with the same input have, and
+    those of no other."""
+    owner, _, leaf = layer.rpartition(".")
+    name = owner + ("" if leaf in ("gate_proj", "up_proj", "w1", "w3") else leaf)
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(sum(name.encode())))
+    state, dense = gptq(weight[:, order])
+    g_idx = (torch.arange(len(order)) // 32).to(torch.int32)[order.argsort()]
+    codes = unpacked(state["qweight"])[order.argsort()]
+    return {**state, "qweight": packed(codes, 0), "g_idx": g_idx}, dense[:, order.argsort()]
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """Returns the codes [k, n] of words of eight along the first dimension."""
+    return (words[:, None] >> torch.arange(0, 32, 4).view(1, 8, 1) & 15).flatten(0, 1)
+
+
 def packed(codes: Tensor, dim: int) -> Tensor:
     """Returns words of eight codes that follow each other along a dimension."""
     eight = codes.long().unflatten(dim, (-1, 8))
@@ -60,7 +77,7 @@ def packed(codes: Tensor, dim: int) -> Tensor:
     return (eight << shifts).sum(dim + 1).to(torch.int32)
 
 
-def fp8(weight: Tensor) -> tuple[State, Tensor]:
+def fp8(weight: Tensor, layer: str = "") -> tuple[State, Tensor]:
     """Returns the tensors of a weight in f8e4m3 with a scale for 16 x 32 values, and what they stand for."""
     rows, columns = 16, 32
     blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -72,8 +89,9 @@ def fp8(weight: Tensor) -> tuple[State, Tensor]:
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 32]}
-FORMATS: dict[str, tuple[Mapping[str, Any], Callable[[Tensor], tuple[State, Tensor]]]] = {
+FORMATS: dict[str, tuple[Mapping[str, Any], Callable[[Tensor, str], tuple[State, Tensor]]]] = {
     "gptq": (GPTQ, gptq),
+    "gptq-act-order": (GPTQ | {"desc_act": True}, act_order),
     "fp8": (FP8, fp8),
 }
 
@@ -88,7 +106,7 @@ def write(name: str, format: str, folder: Path) -> dict[str, Tensor]:
     for key, t in apart(load_file(folder / "model.safetensors")).items():
         layer, _, last = key.rpartition(".")
         if last == "weight" and t.ndim == 2 and layer.rpartition(".")[2] not in DENSE:
-            tensors, dense[layer] = quantized(t)
+            tensors, dense[layer] = quantized(t, layer)
             state |= {f"{layer}.{short}": value for short, value in tensors.items()}
         else:
             state[key] = t
@@ -152,6 +170,7 @@ def test_experts_are_imported_without_loss(name: str, format: str, tmp_path: Pat
         layers = [dense[f"model.layers.1.{inside}.experts.{number}.{leaf}"] for leaf in (gate, up, down)]
         assert torch.equal(experts.gate_up[number].packed.dequantize(), torch.cat(layers[:2]))
         assert torch.equal(experts.down[number].packed.dequantize(), layers[2])
+        assert experts.gate_up[number].spec.permuted == ("order" in format)
     expected = logits(model)
     assert torch.equal(logits(by_lowbit(tmp_path / "theirs", name)), expected)
     model.save_pretrained(tmp_path / "ours")
