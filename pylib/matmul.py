@@ -258,6 +258,21 @@ class Matmul:
             check_readable(w)
         return torch.ops.lowbit.dequantize(list(w.tensors), self.description)
 
+    def prepare(self, rows: int, wide_range: bool = False) -> None:
+        """Compile all kernels that calls with 1 to so many rows take, or read them from the disk cache, so that no call
+        waits for a compiler.
+
+        wide_range   of the weights (`PackedWeight.wide_range`)
+
+        On a CPU, whose programs take any number of rows, nothing is left to do. Raises SpecError for a number of rows
+        that is none, TargetError if a tool to compile is missing.
+        """
+        if not self.target.is_gpu:
+            return
+        runtime = self._runtimes.wide if wide_range else self._runtime
+        for first in runtime.choices().firsts(integer("rows", rows, 1)):
+            runtime.kernel(first)
+
     def kernel(self, m: int) -> Artifact:
         """The kernel that serves m rows, or the first of them; `choices` has the table. Raises SpecError for an m that
         is no number of rows."""

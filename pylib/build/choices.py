@@ -111,6 +111,26 @@ class KernelChoices:
         tiles = find_rows(self.rows, m).token_tiles
         return tuple(self.kernels[token_tile] for token_tile in tiles or (None,))
 
+    def up_to(self, rows: int) -> tuple[KernelRequest, ...]:
+        """Returns the kernels that are launched for 1 to so many rows, each once."""
+        few = self.few.up_to(rows) if self.few else ()
+        tiles = (tile for each in self.rows if each.first <= rows for tile in each.token_tiles or (None,))
+        return tuple(dict.fromkeys([*few, *(self.kernels[tile] for tile in tiles)]))
+
+    def firsts(self, rows: int) -> list[int]:
+        """Returns the first rows of all ranges that begin with so many rows at most."""
+        few = self.few.firsts(rows) if self.few else []
+        return [*few, *(each.first for each in self.rows if each.first <= rows)]
+
+    def families(self, rows: int) -> list[tuple[int, str]]:
+        """Returns the kernel families that serve 1 to so many rows, each with the first row of those that it serves."""
+        found = self.few.families(rows) if self.few else []
+        for each in self.rows:
+            family = self.kernels[each.token_tiles[0] if each.token_tiles else None].family
+            if each.first <= rows and (not found or found[-1][1] != family):
+                found.append((each.first, family))
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the choices in terms of JSON: `kernels` by name, and for ranges of rows the names of the launches."""
         kernels = {

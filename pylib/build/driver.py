@@ -55,10 +55,19 @@ def load(request: KernelRequest, name: str) -> Artifact:
     Raises TargetError if a tool to compile it is missing.
     """
     # 1. Look it up by everything that can change it: the request, the tools and the compiler's sources.
-    key = cache.key(request=request, lines=knobs.line_info())
+    key = _key(request)
     # 2. Compile it where it is not there, and keep it. Nothing is chosen any more: the request says it all.
     # 3. Read it, in either case, from the files that the cache keeps.
     return cache.load_or_build(key, lambda: _build(request, name).to_files(), Artifact.from_files)
+
+
+def is_kept(request: KernelRequest) -> bool:
+    """Tells whether the disk cache has the kernel of a request."""
+    return cache.Cache().get(_key(request)) is not None
+
+
+def _key(request: KernelRequest) -> str:
+    return cache.key(request=request, lines=knobs.line_info())
 
 
 def _build(request: KernelRequest, name: str) -> Artifact:

@@ -11,9 +11,14 @@ from itertools import groupby
 from typing import Any, cast
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.formats.byte_codes import Compute
+from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelFamily, KernelRequest, KernelSchedule, Operation
 from lowbit.passes.kernels.experts.choice import most_alone, schedule_for, schedule_for_few, tiles_by_slots, tiles_of
+from lowbit.passes.kernels.permute.family import FEW_ROWS, permute_spec
+from lowbit.passes.kernels.permute.family import default_schedule as permute_schedule
+from lowbit.passes.kernels.quantize.family import default_schedule as quantize_schedule
+from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_of, request, schedule_names
 from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.scheduling.choice import Chooser, fixed_schedule
@@ -42,6 +47,40 @@ def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | 
     few = Artifacts(spec.in_act, target, few_schedule).choices()
     many = Artifacts(spec.in_eight_bits, target, schedule).choices()
     return replace(many.after(few, spec.first_in_eight_bits), spec=spec)
+
+
+def kernels_up_to(
+    spec: MatmulSpec, target: Target, rows: int, late_scaling: bool = False
+) -> tuple[KernelRequest, ...]:
+    """Returns the kernels that calls with 1 to so many rows of x launch on a GPU, those that prepare x among them.
+
+    late_scaling   as `Artifacts` has it
+
+    Raises SpecError for a spec that the target has no kernels for.
+    """
+    in_order = replace(spec, permuted=False)
+    if late_scaling and spec.for_rows(1).compute is None:
+        choices = Artifacts(in_order.for_rows(1), target, None, late_scaling).choices()
+    else:
+        choices = kernel_choices(in_order, target)
+    found = list(choices.up_to(rows))
+    if spec.permuted:
+        found += [permute_request(spec.k, spec.act, many, target) for many in (False, True)]
+    if spec.compute:
+        found.append(quantize_request(spec.k, spec.act, spec.compute, target))
+    return tuple(found)
+
+
+def permute_request(k: int, act: Act, many: bool, target: Target) -> KernelRequest:
+    """Returns the request for the kernel that permutes the k columns of few rows of x, or of many."""
+    spec = permute_spec(k, act)
+    return request(spec, target, permute_schedule(spec, FEW_ROWS + many, target))
+
+
+def quantize_request(k: int, act: Act, compute: Compute, target: Target) -> KernelRequest:
+    """Returns the request for the kernel that quantizes rows of x of k columns."""
+    spec = quantize_spec(k, act, compute)
+    return request(spec, target, quantize_schedule(spec))
 
 
 def schedules_by_rows(

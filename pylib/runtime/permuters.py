@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import Act
-from lowbit.passes.kernels.permute.family import FEW_ROWS, default_schedule, permute_spec
-from lowbit.passes.kernels.registry import request
+from lowbit.passes.kernels.permute.family import FEW_ROWS
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.build.kernels import permute_request
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.gpu import allocate_rows, check_device, is_settled, load_function
 from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of, unwritten
@@ -57,7 +57,7 @@ class _GpuPermuter:
 
     def __init__(self, k: int, act: Act, target: Target) -> None:
         self._k, self._target = k, target
-        self._spec = permute_spec(k, act)
+        self._act: Act = act
         self._artifacts: dict[bool, Artifact] = {}
         self._lock = threading.RLock()
         self._artifact(many=False)
@@ -65,8 +65,8 @@ class _GpuPermuter:
     def _artifact(self, many: bool) -> Artifact:
         with self._lock:
             if many not in self._artifacts:
-                made = request(self._spec, self._target, default_schedule(self._spec, FEW_ROWS + many, self._target))
-                name = f"permute_{self._spec.act}_{self._k}_{self._target.arch}_{'many' if many else 'few'}"
+                made = permute_request(self._k, self._act, many, self._target)
+                name = f"permute_{self._act}_{self._k}_{self._target.arch}_{'many' if many else 'few'}"
                 self._artifacts[many] = load(made, name)
             return self._artifacts[many]
 

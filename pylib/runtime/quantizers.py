@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import Act
-from lowbit.passes.kernels.quantize.family import default_schedule, quantize_spec
-from lowbit.passes.kernels.registry import request
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.build.kernels import quantize_request
 from lowbit.pylib.runtime.activation import VALUES, Quantized, quantize_in_torch
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.runtime.gpu import allocate_rows, check_device, load_function
@@ -47,8 +46,8 @@ def _quantize_on_cpu(x: Tensor, compute: Compute) -> Quantized:
 
 def gpu_quantizer(k: int, act: str, compute: Compute, target: Target) -> Callable[[Tensor], Quantized]:
     """Returns the function that quantizes x [..., k] on a GPU or in the emulator, by a kernel that is compiled now."""
-    spec = quantize_spec(k, cast(Act, act), compute)
-    artifact = load(request(spec, target, default_schedule(spec)), f"quantize_{compute}_{act}_{k}_{target.arch}")
+    made = quantize_request(k, cast(Act, act), compute, target)
+    artifact = load(made, f"quantize_{compute}_{act}_{k}_{target.arch}")
     kind = CudaQuantizer if target.kind == "cuda" else EmulatorQuantizer
     return kind(k, compute, target, artifact)
 

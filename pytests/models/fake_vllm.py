@@ -21,6 +21,8 @@ from torch import Tensor, nn
 OURS = "lowbit.pylib.integrations.vllm"
 PROCESSED = "_already_called_process_weights_after_loading"
 LOAD_FORMAT = "auto"
+VERSION = "0.32.0"
+TOKENS = 8
 
 
 class QuantizeMethodBase:
@@ -93,7 +95,9 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size_per_partition": inner // count}
         parallel = SimpleNamespace(use_all2all_kernels=False)
-        self.moe_config = SimpleNamespace(moe_parallel_config=parallel, has_bias=False, tp_rank=rank, tp_size=count)
+        self.moe_config = SimpleNamespace(
+            moe_parallel_config=parallel, has_bias=False, tp_rank=rank, tp_size=count, experts_per_token=2
+        )
         self.activation, self.apply_router_weight_on_input, self.expert_map = activation, False, None
         self.swiglu_limit: float | None = None
 
@@ -199,8 +203,15 @@ def _like(parameter: nn.Parameter, device: str) -> nn.Parameter:
 
 def _modules() -> dict[str, dict[str, Any]]:
     layers, loader = "model_executor.layers", "model_executor.model_loader"
-    settings = SimpleNamespace(load_config=SimpleNamespace(load_format=LOAD_FORMAT))
+    settings = SimpleNamespace(
+        load_config=SimpleNamespace(load_format=LOAD_FORMAT),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        lora_config=None,
+    )
     return {
+        "": {"__version__": VERSION},
         "config": {"get_current_vllm_config": lambda: settings},
         "distributed.parallel_state": {"get_tensor_model_parallel_rank": lambda: 0},
         f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},
@@ -234,10 +245,10 @@ def installed() -> Iterator[ModuleType]:
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name == "vllm" or name.startswith(mine)}
     try:
         for path, names in _modules().items():
-            parts = ["vllm", *path.split(".")]
+            parts = ["vllm", *filter(None, path.split("."))]
             for count in range(1, len(parts) + 1):
                 sys.modules.setdefault(".".join(parts[:count]), ModuleType(".".join(parts[:count])))
-            vars(sys.modules[f"vllm.{path}"]).update(names)
+            vars(sys.modules[f"vllm.{path}".rstrip(".")]).update(names)
         methods = import_module(f"{OURS}.methods")
         for name in ("expert_methods", "config"):
             vars(methods)[name] = import_module(f"{OURS}.{name}")

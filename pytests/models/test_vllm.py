@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,9 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, PackError, QuantConfig, SpecError
+from lowbit.pylib.build import driver
 from lowbit.pylib.integrations.vllm import experts as vllm_experts
+from lowbit.pylib.integrations.vllm import startup as vllm_startup
 from lowbit.pylib.integrations.vllm.experts import GATES, Experts, each_of, quantize_experts
 from lowbit.pylib.integrations.vllm.names import Names, Place
 from lowbit.pylib.integrations.vllm.rows import Rows, Share, Source, opened, quantize_rows, rows_of
@@ -374,6 +378,16 @@ def test_what_vllm_hears_of_layers(methods: Any, tmp_path: Path) -> None:
     )
 
 
+def test_parts_of_processes_are_no_model(methods: Any, tmp_path: Path) -> None:
+    """vLLM can save each process's parameters; nothing says what they are, or for how many processes."""
+    for rank in (0, 1):
+        save_file({"layers.0.o_proj.qweight": torch.zeros(2, 2)}, tmp_path / f"model-rank-{rank}-part-0.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"has the parts of 2 processes .* serve the folder that they"
+    ):
+        serving_of(methods, tmp_path)
+
+
 def test_routers_stay_dense(methods: Any, tmp_path: Path) -> None:
     """Whatever vLLM calls the class of one: it asks for a method as for any linear layer."""
     save_file(
@@ -402,6 +416,83 @@ def test_checkpoints_of_other_libraries(methods: Any, monkeypatch: pytest.Monkey
     assert serving.override_quantization_method(gptq, None) == "lowbit"
     assert serving.override_quantization_method(gptq, "gptq") is None
     assert serving.override_quantization_method({"quant_method": "fbgemm"}, None) is None
+
+
+# -- what happens once when a model is loaded
+
+
+def started(methods: Any, folder: Path) -> Any:
+    """Loads the two layers of a saved model as vLLM does; returns one of them."""
+    serving = serving_of(methods, folder)
+    names = {"layers.0.qkv_proj": (64, (64, 32, 32), QKV), "layers.0.down_proj": (128, (64,), ["layers.0.down_proj"])}
+    made = {
+        name: fake_vllm.Linear(serving.get_quant_method(fake_vllm.LinearBase(), name), columns, rows)
+        for name, (columns, rows, _) in names.items()
+    }
+    for name, layer in made.items():
+        fake_vllm.load(layer, tensors_for(folder, names[name][2])[0])
+    return made["layers.0.qkv_proj"]
+
+
+def refuse(request: Any, name: str) -> Any:
+    raise AssertionError(f"{name} is compiled: {request}")
+
+
+def test_kernels_are_compiled_when_the_last_layer_has_come(
+    methods: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those for all numbers of tokens, once; another start finds them on disk. The log says what runs."""
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(vllm_startup, "target_of", lambda device: "emulator:sm_80")
+    saved(tmp_path / "model")
+    with caplog.at_level("INFO", logger="vllm.lowbit"):
+        layer = started(methods, tmp_path / "model")
+        first = list(caplog.messages)
+        caplog.clear()
+        monkeypatch.setattr(driver, "_build", refuse)
+        started(methods, tmp_path / "model")
+    kinds = [line for line in first if " x " in line]
+    assert kinds[0].startswith("lowbit: 1 x qkv_proj: u4[128, 64]") and "1 x down_proj: u4[64, 128]" in kinds[1]
+    assert all("on emulator:sm_80; kernels by tokens: decode from 1, prefill_mma from" in line for line in kinds)
+    assert first[2] == "lowbit: 4 kernels were compiled, the rest was found on disk"  # for 1, and 2 to 8 tokens
+    assert caplog.messages == [*kinds, "lowbit: 0 kernels were compiled, the rest was found on disk"]
+    mm = lowbit.compile(layer.lowbit.linears[0].spec, "emulator:sm_80")
+    assert mm.kernel(fake_vllm.TOKENS)
+    with pytest.raises(AssertionError, match="is compiled"):
+        mm.kernel(fake_vllm.TOKENS + 1)
+
+
+def test_kernels_of_experts_are_compiled_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call with so many tokens compiles one, whatever they are multiplied by."""
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path))
+    for module in (vllm_startup, vllm_experts):
+        monkeypatch.setattr(module, "target_of", lambda device: "emulator:sm_80")
+    w13, w2 = torch.randn(4, 64, 64).bfloat16() * 0.2, torch.randn(4, 64, 32).bfloat16() * 0.2
+    packed = quantize_experts(w13, None, U4, GATES["silu"]), quantize_experts(w2, None, U4)
+    experts = Experts(*packed, top_k=2)
+    (kind,) = vllm_startup.kinds(experts)
+    startup = vllm_startup.Startup()
+    startup.limits = vllm_startup.Limits(tokens=20)
+    startup.expect(startup)
+    startup.loaded(startup, "layers.0.mlp.experts", experts)
+    assert {kernel.family for kernel in kind.kernels(20)} == {"experts_decode"} and "[256, 64]" in str(kind)
+    monkeypatch.setattr(driver, "_build", refuse)
+    for tokens in (1, 3, 20):
+        ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % 4
+        experts(torch.randn(tokens, 64).bfloat16(), ids, torch.rand(tokens, 2))
+    with pytest.raises(AssertionError, match="is compiled"):
+        experts(torch.randn(200, 64).bfloat16(), torch.zeros(200, 2, dtype=torch.int32), torch.rand(200, 2))
+
+
+def test_a_version_of_vllm_that_was_not_tested(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, which names those that were."""
+    for version, warned in (("0.26.0", 0), ("0.33.1+cpu", 0), ("0.34.0", 1), ("0.25.1", 1), ("1.0.0", 1), ("dev", 1)):
+        vllm_startup.check_version.cache_clear()
+        caplog.clear()
+        for _ in range(2):
+            vllm_startup.check_version(version)
+        assert len(caplog.messages) == warned
+    assert "tested with vLLM 0.26 to 0.33, not with dev" in caplog.text
 
 
 # -- experts
@@ -521,6 +612,11 @@ def test_experts_that_vllm_can_not_serve(methods: Any, tmp_path: Path) -> None:
     layer = saved_layer(methods, tmp_path)
     with pytest.raises(CheckpointError, match=r"mlp\.experts: vLLM's loader has passed no down_codes of expert 3"):
         load_experts(layer, {name: tensor for name, tensor in tensors.items() if name != "down.3.codes"})
+    settings = methods.expert_methods.get_current_vllm_config()
+    for targets, refused in ((None, True), (["experts"], True), (["q_proj"], False)):
+        settings.lora_config = SimpleNamespace(target_modules=targets)
+        with pytest.raises(SpecError, match="low-bit experts take none; name the") if refused else nullcontext():
+            saved_layer(methods, tmp_path)
     layer = fake_vllm.RoutedExperts(4, 64, 128)
     layer.moe_config.moe_parallel_config.use_all2all_kernels = True
     with pytest.raises(SpecError, match="low-bit experts run with tensor parallelism"):

@@ -83,6 +83,7 @@ ATTRIBUTES: dict[tuple[str, str], Sequence[str]] = {
         "params_dtype",
     ),
     (f"{_MOE}.config", "FusedMoEConfig"): (
+        "experts_per_token",
         "has_bias",
         "hidden_dim",
         "intermediate_size_per_partition",
@@ -92,6 +93,9 @@ ATTRIBUTES: dict[tuple[str, str], Sequence[str]] = {
     ),
     (f"{_MOE}.config", "FusedMoEParallelConfig"): ("use_all2all_kernels",),
     ("vllm.model_executor.models.utils", "WeightsMapper"): ("orig_to_new_regex",),
+    ("vllm.config.compilation", "CompilationConfig"): ("cudagraph_capture_sizes",),
+    ("vllm.config.parallel", "ParallelConfig"): ("tensor_parallel_size",),
+    ("vllm.config.scheduler", "SchedulerConfig"): ("max_num_batched_tokens",),
 }
 """Attributes of classes that it reads or sets."""
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import __version__
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -24,6 +26,7 @@ from lowbit.pylib.integrations.choose import check_names, wishes_without
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.vllm.expert_methods import OnLoadExperts, SavedExperts, specs_of_saved
 from lowbit.pylib.integrations.vllm.methods import (
+    Method,
     OnLoadHead,
     OnLoadLinear,
     SavedEmbedding,
@@ -32,11 +35,10 @@ from lowbit.pylib.integrations.vllm.methods import (
     TiedHead,
 )
 from lowbit.pylib.integrations.vllm.names import Names
-from lowbit.pylib.integrations.vllm.rows import ACTS, Source, opened
+from lowbit.pylib.integrations.vllm.rows import ACTS, Source, check_whole, opened
+from lowbit.pylib.integrations.vllm.startup import Limits, Startup, check_version
 from lowbit.pylib.nn.plan import check_config, naming, plan_module
 from lowbit.pylib.quantization.config import QuantConfig
-
-Method = QuantizeMethodBase | None
 
 ROUTERS = ("gate", "router")
 """The last names of layers that choose experts for tokens, which has to be precise: they stay dense."""
@@ -52,7 +54,9 @@ class LowbitServing(QuantizationConfig):
 
     def __init__(self, config: LowbitConfig | None = None) -> None:
         super().__init__()
+        check_version(__version__)
         self.config = LowbitConfig() if config is None else config
+        self.startup = Startup()
         self.tied = False
         self.folder = Path()
         self.names: Names
@@ -95,6 +99,7 @@ class LowbitServing(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Look into the files of the model. Raises SpecError where they can't be quantized as wanted."""
         self.folder = _folder(model_name, revision)
+        check_whole(self.folder)
         checkpoint = opened(self.folder)
         self.names = Names(checkpoint)
         self.tied = bool(getattr(hf_config, "tie_word_embeddings", False))
@@ -107,18 +112,25 @@ class LowbitServing(QuantizationConfig):
         """Take over the names that vLLM gives to modules."""
         self.names.rename(hf_to_vllm_mapper._map_name)  # all versions have it; since 0.27 it is public, too
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Method:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the method of the layer of this name; None for layers that lowbit does not serve."""
         with naming(prefix or type(layer).__name__):
-            if isinstance(layer, RoutedExperts):
-                return self._of_experts(layer, prefix)
-            if isinstance(layer, ParallelLMHead):
-                return self._of_head(layer, prefix)
-            if isinstance(layer, VocabParallelEmbedding):
-                return self._of_embedding(layer, prefix)
-            return self._of_linear(layer, prefix) if isinstance(layer, LinearBase) else None
+            method = self._method(layer, prefix)
+        if isinstance(method, Method):
+            self.startup.limits = _limits(get_current_vllm_config())
+            method.report_to(self.startup, prefix or type(layer).__name__)
+        return method
 
-    def _of_linear(self, layer: Any, prefix: str) -> Method:
+    def _method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return self._of_experts(layer, prefix)
+        if isinstance(layer, ParallelLMHead):
+            return self._of_head(layer, prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            return self._of_embedding(layer, prefix)
+        return self._of_linear(layer, prefix) if isinstance(layer, LinearBase) else None
+
+    def _of_linear(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         if modules := self.names.take(prefix, self.packed_modules_mapping):
             return SavedLinear(self._sources(modules))
         if _is_router(layer, prefix):
@@ -127,7 +139,7 @@ class LowbitServing(QuantizationConfig):
         configs = self._configs(prefix, layer.output_size, columns, layer.params_dtype)
         return OnLoadLinear(prefix, configs) if configs else UnquantizedLinearMethod()
 
-    def _of_head(self, layer: Any, prefix: str) -> Method:
+    def _of_head(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         if modules := self.names.take(prefix, {}):
             return SavedHead(self._sources(modules))
         if self.tied:
@@ -135,7 +147,7 @@ class LowbitServing(QuantizationConfig):
         configs = self._configs(prefix, layer.num_embeddings_padded, layer.embedding_dim, torch.get_default_dtype())
         return OnLoadHead(prefix, configs) if configs else None
 
-    def _of_embedding(self, layer: Any, prefix: str) -> Method:
+    def _of_embedding(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         modules = self._table(layer, prefix)
         return SavedEmbedding(self._sources(modules)) if modules else None
 
@@ -145,7 +157,7 @@ class LowbitServing(QuantizationConfig):
     def _sources(self, modules: Sequence[str]) -> list[Source]:
         return [Source.of(opened(self.folder), module) for module in modules]
 
-    def _of_experts(self, layer: Any, prefix: str) -> Method:
+    def _of_experts(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         if modules := self.names.below(prefix):
             return SavedExperts(prefix, layer, specs_of_saved(opened(self.folder), modules))
         if self.names.low_bit:
@@ -178,6 +190,13 @@ class LowbitServing(QuantizationConfig):
         names = self.names.renamed()
         ours: Any = {re.compile("^.*$"): lambda match: names.get(match[0], match[0])}
         return WeightsMapper(orig_to_new_regex=ours) | super().get_cache_scale_mapper()
+
+
+def _limits(settings: Any) -> Limits:
+    """Returns what a process of vLLM runs with these settings."""
+    graphs = settings.compilation_config.cudagraph_capture_sizes or [1]
+    tokens = max(settings.scheduler_config.max_num_batched_tokens, *graphs)
+    return Limits(tokens, settings.parallel_config.tensor_parallel_size)
 
 
 def _is_router(layer: object, prefix: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
@@ -59,6 +60,7 @@ class ExpertsMethod(Method, FusedMoEMethodBase):
         self.gate = gate_of_layer(layer)
         if layer.moe_config.moe_parallel_config.use_all2all_kernels:
             raise SpecError("low-bit experts run with tensor parallelism; drop data parallelism, or serve them dense")
+        _check_adapters(get_current_vllm_config().lora_config)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Returns None: scales are the kernels' own."""
@@ -86,6 +88,16 @@ class ExpertsMethod(Method, FusedMoEMethodBase):
         elif topk_ids.dtype not in (torch.int32, torch.int64):
             topk_ids = topk_ids.to(torch.int32)
         return layer.lowbit(x, topk_ids, topk_weights)
+
+
+def _check_adapters(lora: Any) -> None:
+    """Raise SpecError where vLLM would put adapters on experts: on all layers, if nothing says on which."""
+    targets = [] if lora is None else getattr(lora, "target_modules", None)
+    if targets is None or "experts" in targets:
+        raise SpecError(
+            "vLLM would put adapters on these experts, and low-bit experts take none; name the other layers that have "
+            "some (--lora-target-modules q_proj v_proj), leave experts dense, or drop --enable-lora"
+        )
 
 
 def gate_of_layer(layer: Any) -> Gate:
@@ -134,11 +146,11 @@ class OnLoadExperts(ExpertsMethod):
         """Returns the quantized experts."""
         pairs = [(getattr(layer, f"{m}_weight").data, getattr(layer, f"{m}_bias", None)) for m in ("w13", "w2")]
         with naming(self.name):
-            packed = [
+            gate_up, down = (
                 quantize_experts(weight, bias, config, gate)
                 for (weight, bias), config, gate in zip(pairs, self.configs, (self.gate, None), strict=True)
-            ]
-            return Experts(*packed)
+            )
+            return Experts(gate_up, down, self.moe.experts_per_token)
 
 
 def _register(layer: Any, name: str, tensor: Tensor, attributes: Mapping[str, Any]) -> None:
@@ -205,7 +217,7 @@ class SavedExperts(ExpertsMethod):
                 raise none_came(missing)
             made = {matrix: self._packed(layer, matrix, bool(missing)) for matrix in self.specs}
             self._came = set()
-            return Experts(gated(made["gate_up"], self.gate), made["down"])
+            return Experts(gated(made["gate_up"], self.gate), made["down"], self.moe.experts_per_token)
 
     def _missing(self) -> str:
         """Returns the first tensor that has not come; "" if all have."""

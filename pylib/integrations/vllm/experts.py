@@ -7,7 +7,7 @@ the experts that have tokens run one after the other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.passes.kernels.base import KernelRequest
+from lowbit.passes.kernels.experts.choice import schedule_for_few, tile_for
+from lowbit.passes.kernels.registry import request
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
 from lowbit.pylib.nn.gated_linear import Gate, in_halves, with_gate
@@ -25,6 +27,7 @@ from lowbit.pylib.nn.stacked_experts import target_of
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
+from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 
 _MOST_CODES = 1 << 28  # of the experts whose weights are made at a time
@@ -40,19 +43,74 @@ GATES = {
 """What kernels apply to the sums of gate_up, by the names that vLLM has for it."""
 
 
+@dataclass(frozen=True)
+class ExpertKernels:
+    """The kernels of the two matrices of experts, on one target.
+
+    top_k   how many experts a token has
+    """
+
+    gate_up: MatmulSpec
+    down: MatmulSpec
+    target: str
+    top_k: int
+
+    def kernels(self, tokens: int) -> tuple[KernelRequest, ...]:
+        """Returns what multiplies the slots of 1 to so many tokens; nothing on a CPU."""
+        return tuple(self._by_request(tokens)) if parse_target(self.target).is_gpu else ()
+
+    def prepare(self, tokens: int) -> None:
+        """Have these kernels ready in this process, and those that route tokens and add up."""
+        on = parse_target(self.target)
+        for spec, tile, slots in self._by_request(tokens).values() if on.is_gpu else ():
+            expert_matmul(spec, on).kernel(tile, slots)
+        device = "cuda" if on.kind == "cuda" else "cpu"
+        ids, weights = (torch.zeros(1, self.top_k, dtype=t, device=device) for t in (torch.int32, torch.float32))
+        o = torch.zeros(self.top_k, self.down.n // self.down.experts, dtype=TORCH[self.down.out_dtype], device=device)
+        tile = _tiles(self.gate_up, self.down, self.target)[0]
+        combine_by_kernel(o, route_by_kernel(ids, self.gate_up.experts, tile, self.target), weights, self.target)
+
+    def _by_request(self, tokens: int) -> dict[KernelRequest, tuple[MatmulSpec, int, int]]:
+        """Returns the kernels, each with its matrix, a token tile, and a number of slots that it serves."""
+        on, found = parse_target(self.target), dict[KernelRequest, tuple[MatmulSpec, int, int]]()
+        tiles = _tiles(self.gate_up, self.down, self.target)
+        for slots in range(self.top_k, self.top_k * tokens + 1, self.top_k):
+            tile = tile_for(tiles, slots, self.gate_up.experts)
+            for spec in (self.gate_up, self.down):
+                schedule = schedule_for_few(spec.for_rows(slots), tile, slots, on)
+                if schedule is not None:
+                    found.setdefault(request(spec.for_rows(slots), on, schedule), (spec, tile, slots))
+        return found
+
+    def __str__(self) -> str:
+        on = parse_target(self.target)
+        text = f"{self.gate_up} and {self.down}, on {on}"
+        families = dict.fromkeys(request.family for request in self.kernels(1 << 10))
+        return f"{text}; kernels: {', '.join(families)}" if families else text
+
+
 class Experts(nn.Module):
     """Low-bit experts with a gate that the kernel of gate_up applies.
+
+    top_k   how many experts a token has
 
     Raises SpecError for weights that nothing multiplies for all experts.
     """
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight) -> None:
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight, top_k: int = 1) -> None:
         super().__init__()
         self.gate_up, self.down = (PackedModule(packed.spec, packed) for packed in (gate_up, down))
+        self._top_k = top_k
         if target := target_of(gate_up.device):
             _tiles(self.gate_up.spec, self.down.spec, target)
             if parse_target(target).is_gpu and (gate_up.wide_range or down.wide_range):
                 raise SpecError(f"experts have values beyond {gate_up.spec.act}, which no kernel takes; use bfloat16")
+
+    @property
+    def kernels(self) -> ExpertKernels | None:
+        """What multiplies by them; None on meta."""
+        target = target_of(self.gate_up.codes.device)
+        return ExpertKernels(self.gate_up.spec, self.down.spec, target, self._top_k) if target else None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Returns the sum of each token's experts, by their weights: [tokens, hidden].

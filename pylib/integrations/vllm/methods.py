@@ -12,6 +12,7 @@ it has, where captured CUDA graphs read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.integrations.vllm.names import BIAS, parameter
 from lowbit.pylib.integrations.vllm.rows import ACTS, Rows, Share, Source, quantize_rows, rows_of
+from lowbit.pylib.integrations.vllm.startup import Startup
 from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
@@ -41,7 +43,7 @@ from lowbit.pylib.weights.packed import PackedWeight
 
 _HELD = "lowbit"  # what a layer multiplies by; no module of vLLM's model
 _PROCESSED = "_already_called_process_weights_after_loading"  # vLLM deletes it before it loads a layer again
-_FILLED_LATER = ("dummy", "sharded_state", "runai_streamer_sharded")  # load formats that pass no tensors of the files
+_FILLED_LATER = ("dummy",)  # load formats that pass no tensors of the files
 
 
 class Method:
@@ -52,6 +54,12 @@ class Method:
 
     uses_meta_device = True
     waiting: Sequence[str] = ()
+    _report: Callable[[nn.Module], None] | None = None
+
+    def report_to(self, startup: Startup, name: str) -> None:
+        """Let the start of the model wait for this layer, and hear what it multiplies by."""
+        startup.expect(self)
+        self._report = partial(startup.loaded, self, name)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Make the low-bit weights of a layer whose tensors have all come."""
@@ -79,6 +87,8 @@ class Method:
                 old.packed.check_update(new.packed)  # of all, before any changes
             for old, new in pairs:
                 old.packed.update_(new.packed)
+        if self._report:
+            self._report(held)
         for number, module in enumerate(_packed_modules(held)):
             for name, tensor in _own_tensors(module):
                 first = number == 0 and name == "codes"

@@ -99,6 +99,15 @@ def opened(folder: Path) -> Checkpoint:
     return open_checkpoint(folder)
 
 
+def check_whole(folder: Path) -> None:
+    """Raise CheckpointError for files that hold the parts of several processes: they do not say what is low-bit."""
+    if ranks := {file.name.split("-")[2] for file in folder.glob("model-rank-*-part-*.safetensors")}:
+        raise CheckpointError(
+            f"{folder} has the parts of {len(ranks)} processes (sharded state), which do not say what is low-bit; "
+            "serve the folder that they were made of, with load_format='auto' and any tensor_parallel_size"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """A low-bit module as its files describe it. Its tensors come later.
