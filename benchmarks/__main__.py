@@ -218,6 +218,35 @@ def experts(
 
 
 @app.command()
+def layer(
+    name: Annotated[str, typer.Argument(help="llama-3.1-8b, or qwen3-30b-a3b: its attention.")] = "llama-3.1-8b",
+    weight: Annotated[str, typer.Option("--weight", "-w", help="Format.")] = "u4",
+    group_size: Annotated[int, typer.Option("--group-size", "-g", help="Columns per scale.")] = 128,
+    zeros: Annotated[str, typer.Option(help="none, int or float.")] = "int",
+    m: Annotated[str, typer.Option("--m", "-m", help="Sequences that are decoded at once.")] = "1,4,16",
+    context: Annotated[str, typer.Option(help="Tokens in the cache.")] = "512,4096",
+    runs: Annotated[str, typer.Option(help="Of fused, lowbit and bf16.")] = "fused,lowbit,bf16",
+    out: Annotated[Path, typer.Option(help="Results.")] = Path("layer.json"),
+    commit: Commit = None,
+) -> None:
+    """A transformer layer that decodes, as a model runs it: microseconds, and by launch."""
+    from benchmarks.layer import measure, table, table_of_parts, write
+    from lowbit.dialect.spec import MatmulSpec
+
+    spec = MatmulSpec.from_dict(
+        MatmulSpec(16, group_size, weight, act="bf16", group_size=group_size).to_dict() | {"zeros": zeros}
+    )
+    batches, contexts = ([int(each) for each in text.split(",")] for text in (m, context))
+    _check_gpu()
+    records = measure(name, spec, batches, contexts, runs.split(","), _log)
+    write(records, out, commit)
+    print(table(records))
+    for record in records:
+        if "parts_us" in record:
+            print(f"\n{record['layer']}, {record['batch']}, {record['context']}\n{table_of_parts(record)}")
+
+
+@app.command()
 def cpu(
     size: Annotated[str, typer.Argument(help="n x k.")] = "4096x4096",
     seconds: Annotated[float, typer.Option(help="To measure for, for each number of tokens.")] = 10.0,

@@ -8,10 +8,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import assume_constant_result
 
 from lowbit.dialect.errors import PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
-from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.nn.packed_module import PackedModule, autocast
+from lowbit.pylib.operator.schema import of_residual
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import QuantConfig
@@ -93,6 +95,14 @@ class LowbitLinear(PackedModule, nn.Linear):
         """
         return self.multiply(input)
 
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Returns y + residual [..., n] for x [..., k], in one launch and rounded once.
+
+        Raises SpecError for a residual of another shape or type than y.
+        """
+        tensors, kernel = self._operands()
+        return torch.ops.lowbit.matmul.packed(autocast(x, self._act), [*tensors, residual], _of_residual(kernel))
+
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Returns a dense layer with the dequantized weight, in the act type or in another."""
         weight = self.dequantize()
@@ -145,6 +155,11 @@ class LowbitLinear(PackedModule, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.spec}"
+
+
+@assume_constant_result
+def _of_residual(kernel: str) -> str:
+    return of_residual(kernel)
 
 
 AWQ_NEEDS_FOLDING = (

@@ -85,6 +85,12 @@ def of_sums(kernel: str) -> str:
     return json.dumps({**json.loads(kernel), "spec": spec.without_epilogue.to_dict(), "schedule": None})
 
 
+@cache
+def of_residual(kernel: str) -> str:
+    """Returns the `kernel` argument of a matmul without an epilogue with a residual added to what it returns."""
+    return json.dumps({**json.loads(kernel), "spec": {**parts(kernel)["spec"].to_dict(), "epilogue": "residual"}})
+
+
 def gated_gradient(spec: MatmulSpec, dy: Tensor, sums: Tensor) -> Tensor:
     """Returns the gradient to the sums [..., n] of a gated MLP, whose halves alternate as rows are stored.
 

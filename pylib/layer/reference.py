@@ -1,0 +1,49 @@
+"""What the kernels between the matmuls of a layer compute, in operations of torch: for a CPU, and for what no kernel
+has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float, shift: float) -> Tensor:
+    """Returns x / sqrt(mean of x^2 + eps) * (gain + shift) in x's type, over the last dim."""
+    wide = x.float()
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * factor * (gain.float() + shift)).to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns heads [b, t, heads, columns] that are rotated by cos and sin [b, t, columns], in f32."""
+    a, b = x.float().chunk(2, -1)
+    return x.float() * cos.float()[:, :, None] + torch.cat([-b, a], -1) * sin.float()[:, :, None]
+
+
+def appended(cache: Tensor, new: Tensor, held: Tensor) -> None:
+    """Writes heads [b, t, heads, columns] into a cache [b, heads, length, columns] behind the tokens that it holds.
+
+    Tokens that find no room are left out.
+    """
+    places = held.reshape(1) + torch.arange(new.shape[1], device=new.device)
+    room = cache.shape[2]
+    kept = (places < room)[None, None, :, None]
+    inside = places % room  # each another, so that none is written twice
+    values = torch.where(kept, new.transpose(1, 2).to(cache.dtype), cache[:, :, inside])
+    cache[:, :, inside] = values
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, held: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Returns what each query [b, t, queries, columns] makes of the values of the places up to its own
+    [b, t, queries, columns]."""
+    places = torch.arange(keys.shape[2], device=q.device)
+    own = held.reshape(1, 1) + torch.arange(q.shape[1], device=q.device)[:, None]
+    seen = places[None] <= own
+    if mask is not None:
+        seen = seen & mask
+    each = (tensor.float() for tensor in (q.transpose(1, 2), keys, values))
+    y = scaled_dot_product_attention(*each, attn_mask=seen, scale=scale, enable_gqa=True)
+    return y.transpose(1, 2).to(q.dtype)

@@ -1,0 +1,94 @@
+"""Declares what stands between the matmuls of a layer to torch, so that torch.compile can trace it:
+`torch.ops.lowbit.rms_norm`, `rope` and `decode_attention`. Each is one launch on a GPU (`pylib.layer.by_kernel`).
+
+`target` says where they run: the target of a device, or "" for that of the tensors. There are no gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.pylib.layer import by_kernel
+from lowbit.pylib.runtime.devices import target_at
+
+_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float, shift: float, target: str) -> Tensor:
+    """Returns x [..., hidden] / sqrt(mean of x^2 + eps) * (gain + shift), for a gain [hidden]."""
+    return by_kernel.rms_norm(x, gain, eps, shift, _target(target, x))
+
+
+def rms_norm_counting(
+    x: Tensor, gain: Tensor, counter: Tensor, count: int, eps: float, shift: float, target: str
+) -> Tensor:
+    """Returns the same, and adds `count` to an integer in memory: the tokens that a cache holds."""
+    return by_kernel.rms_norm(x, gain, eps, shift, _target(target, x), counter, count)
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_gain: Tensor | None,
+    key_gain: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    held: Tensor,
+    eps: float,
+    shift: float,
+    target: str,
+) -> Tensor:
+    """Returns the queries [b, t, queries * columns] of x [b, t, heads * columns], normalized and rotated, and appends
+    keys and values to a cache [b, heads, length, columns] behind the `held` tokens in it."""
+    gains = None if query_gain is None or key_gain is None else (query_gain, key_gain)
+    return by_kernel.rope(x, cos, sin, gains, keys, values, held, eps, shift, _target(target, x))
+
+
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, held: Tensor, mask: Tensor | None, scale: float, target: str
+) -> Tensor:
+    """Returns what tokens make of the values in a cache [b, t, queries * columns]."""
+    return by_kernel.attention(q, keys, values, held, mask, scale, _target(target, q))
+
+
+def _target(given: str, tensor: Tensor) -> str:
+    return given or target_at(tensor.get_device())
+
+
+def _fake_norm(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_rope(x: Tensor, cos: Tensor, sin: Tensor, a: object, b: object, keys: Tensor, *_: object) -> Tensor:
+    columns = x.shape[-1] - 2 * keys.shape[1] * keys.shape[3]
+    return x.new_empty((*x.shape[:-1], columns))
+
+
+_GAINS = "Tensor? query_gain, Tensor? key_gain"
+_READ = "Tensor keys, Tensor values, Tensor held"
+_CACHE = "Tensor(a!) keys, Tensor(b!) values, Tensor held"
+_NORM = "float eps, float shift, str target"
+for _schema, _function, _fake in (
+    (f"rms_norm(Tensor x, Tensor gain, {_NORM}) -> Tensor", rms_norm, _fake_norm),
+    (
+        f"rms_norm_counting(Tensor x, Tensor gain, Tensor(a!) counter, int count, {_NORM}) -> Tensor",
+        rms_norm_counting,
+        _fake_norm,
+    ),
+    (
+        f"rope(Tensor x, Tensor cos, Tensor sin, {_GAINS}, {_CACHE}, {_NORM}) -> Tensor",
+        rope,
+        _fake_rope,
+    ),
+    (
+        f"decode_attention(Tensor q, {_READ}, Tensor? mask, float scale, str target) -> Tensor",
+        decode_attention,
+        _fake_norm,
+    ),
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"lowbit::{_function.__name__}", _fake, lib=_LIBRARY)
+    for _device in ("CPU", "CUDA"):
+        _LIBRARY.impl(_function.__name__, _function, _device)
