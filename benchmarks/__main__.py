@@ -199,21 +199,32 @@ def publish_models(
 
 @app.command()
 def experts(
-    names: Annotated[list[str] | None, typer.Argument(help="qwen3-30b-a3b, mixtral-8x7b; default: both.")] = None,
-    weight: Annotated[str, typer.Option("--weight", "-w", help="Format of the experts.")] = "u4",
-    group_size: Annotated[int, typer.Option("--group-size", "-g", help="Columns per scale.")] = 128,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="qwen3-30b-a3b, mixtral-8x7b, deepseek-v3, gpt-oss-120b; default: the first two."),
+    ] = None,
+    weight: Annotated[
+        str | None, typer.Option("--weight", "-w", help="Format of lowbit; default: u4, or mxfp4 for gpt-oss.")
+    ] = None,
+    group_size: Annotated[int, typer.Option("--group-size", "-g", help="Columns per scale, with --weight.")] = 128,
     m: Annotated[str, typer.Option("--m", "-m", help="Numbers of tokens.")] = "1,8,16,32,64,512,4096",
+    peers: Annotated[str, typer.Option(help="marlin,humming, which need vLLM; all: both.")] = "",
     out: Annotated[Path, typer.Option(help="Results.")] = Path("experts.json"),
     commit: Commit = None,
 ) -> None:
-    """Blocks of mixtures of experts with random weights against bf16 grouped_mm: microseconds, eager and in graphs."""
-    from benchmarks.experts import BLOCKS, measure, table, write
+    """Experts with random weights against bf16 grouped_mm and others' kernels: microseconds, eager and in graphs."""
+    from benchmarks.experts import USUAL, measure, table, write
+    from benchmarks.peers.experts import EXPERT_PEERS
     from lowbit.pylib.quantization.config import QuantConfig
 
     _check_gpu()
-    config, tokens = QuantConfig(weight, group_size, clip="max"), [int(each) for each in m.split(",")]
-    records = [record for name in names or BLOCKS for record in measure(name, config, tokens, _log)]
-    write(records, out, commit)
+    config = QuantConfig(weight, group_size, clip="max") if weight else None
+    tokens = [int(each) for each in m.split(",")]
+    others = list(EXPERT_PEERS) if peers == "all" else [name for name in peers.split(",") if name]
+    records: list[dict[str, Any]] = []
+    for name in names or USUAL:
+        records += measure(name, tokens, _log, config, others)
+        write(records, out, commit)
     print(table(records))
 
 

@@ -139,16 +139,19 @@ def _config_of_small(case: Case) -> Any:
 
 
 @cache
-def tuning(config: str, m: int) -> str:
-    """The kernel that it would choose for m tokens; without this, it compiles those for 92 ranges of m up to 8192."""
+def tuning(config: str, m: int, kind: str = "dense") -> str:
+    """The kernel that it would choose for m tokens; without this, it compiles those for 92 ranges of m up to 8192.
+
+    kind   "indexed" for experts, whose m counts a token once for each of its experts
+    """
     wanted = (1, m)  # its launcher looks at the kernel for one token whatever m is
-    ranges = [r for r in _ranges(config) if any(r[0] < each <= r[1] for each in wanted)]
+    ranges = [r for r in _ranges(config, kind) if any(r[0] < each <= r[1] for each in wanted)]
     return json.dumps(ranges)
 
 
 @cache
-def _ranges(config: str) -> list[list[Any]]:
+def _ranges(config: str, kind: str) -> list[list[Any]]:
     """[above, up to, kernel's choices] for all m."""
     from humming.tune import get_heuristics_config  # type: ignore[import-not-found]
 
-    return get_heuristics_config(json.loads(config))
+    return get_heuristics_config(json.loads(config), gemm_type=kind)
