@@ -12,17 +12,20 @@ from lowbit.passes.cpu.lower_cpu import Program, build_cpu_program, cpu_needs, l
 from lowbit.passes.cpu.task import ENTRY, Needs
 
 
-def compile_program(spec: MatmulSpec, program: Program, cpu: str = "") -> tuple[bytes, Needs]:
+def compile_program(
+    spec: MatmulSpec, program: Program, cpu: str = "", elsewhere: bool = False
+) -> tuple[bytes, Needs]:
     """Returns an object file that defines `ENTRY`, and what its caller owes it.
 
-    cpu: one of LLVM's levels ("x86-64-v3"), or "" for this processor.
+    cpu        one of LLVM's levels ("x86-64-v3"), or "" for this processor
+    elsewhere  whether another machine is to run it
 
     Raises TargetError without llvmlite, and for a processor that this is not or that lacks AVX2.
     """
     isa = isa_of(cpu)
     with new_context(), ir.Location.unknown():
         llvm_ir = translate(lower_cpu_to_llvm(build_cpu_program(spec, program, isa)))
-    return emit_host(llvm_ir, [ENTRY], cpu), cpu_needs(spec, program, isa)
+    return emit_host(llvm_ir, [ENTRY], cpu, elsewhere), cpu_needs(spec, program, isa)
 
 
 def program_stages(spec: MatmulSpec, program: Program, cpu: str = "") -> dict[str, str]:
@@ -37,7 +40,7 @@ def program_stages(spec: MatmulSpec, program: Program, cpu: str = "") -> dict[st
 
 def isa_of(cpu: str) -> Isa:
     """Returns the instruction set of a processor. Raises TargetError unless it is an x86 that can convert f16."""
-    levels: dict[str, Isa] = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
+    levels: dict[str, Isa] = {"x86-64-v3": "avx2", "x86-64-v4": "avx512", "x86-64-v4+avx512bf16": "avx512bf16"}
     isa = levels.get(cpu, "generic")
     if not cpu:
         isa = _isa_of_features(host_features())

@@ -40,17 +40,19 @@ class HostProgram:
         return HostProgram(code, Needs(**needs))
 
 
-def load_host_program(spec: MatmulSpec, program: Program, cpu: str) -> HostProgram:
+def load_host_program(spec: MatmulSpec, program: Program, cpu: str, elsewhere: bool = False) -> HostProgram:
     """A program for a processor: one of LLVM's levels ("x86-64-v3"), or "" for this one.
+
+    elsewhere: whether another machine is to run it, so that this one may lack what the level has
 
     Raises TargetError for a processor that this is not or that lacks AVX2, and where LLVM is missing to compile it.
     """
-    key = cache.key(spec=spec, target="cpu", program=program, cpu=cpu, processor=processor())
+    key = cache.key(spec=spec, target="cpu", program=program, cpu=cpu, processor="" if elsewhere else processor())
 
     def build() -> dict[str, bytes]:
         from lowbit.passes.cpu.compile import compile_program  # which loads MLIR and LLVM
 
-        return HostProgram(*compile_program(spec, program, cpu)).to_files()
+        return HostProgram(*compile_program(spec, program, cpu, elsewhere)).to_files()
 
     return cache.load_or_build(key, build, HostProgram.from_files)
 

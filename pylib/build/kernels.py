@@ -138,11 +138,16 @@ class Artifacts:
 
     With late_scaling no kernel rounds a weight to the act type, for any number of rows: for weights of a wide range
     (`pylib.weights.value_range`). Schedules with wgmma round weights, and so do kernels for any number of tokens: these do
-    without both, and without a given schedule as well.
+    without both, and without a given schedule as well. With vendor=False kernels of ours serve every number of rows.
     """
 
     def __init__(
-        self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, late_scaling: bool = False
+        self,
+        spec: MatmulSpec,
+        target: Target,
+        schedule: KernelSchedule | None,
+        late_scaling: bool = False,
+        vendor: bool = True,
     ) -> None:
         if spec.compute:
             check_compute(spec, target)
@@ -152,7 +157,7 @@ class Artifacts:
         rounding = self._chooser.any_tiles  # kernels for any number of tokens round weights
         self._any_tiles: tuple[int, ...] = () if late_scaling else rounding
         self._token_tiles = tuple(token_tile for token_tile in self._chooser.token_tiles if not (late_scaling and token_tile in rounding))
-        self._vendor = not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
+        self._vendor = vendor and not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
         self._rows = self._find_rows()
         self._requests: dict[int | None, KernelRequest] = {}
         self._kernels: dict[int | None, Artifact] = {}
