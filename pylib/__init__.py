@@ -36,6 +36,7 @@ from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
+    from lowbit.pylib.aot.export import export
     from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
     from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
     from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
@@ -104,6 +105,7 @@ __all__ = [
     "__version__",
     "compile",
     "compile_program",
+    "export",
     "from_gguf",
     "fuse_",
     "import_experts",
@@ -145,6 +147,7 @@ _NEEDS_TORCH = {
     "TiedLinear": "nn.embedding",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
+    "export": "aot.export",
     "from_gguf": "integrations.gguf",
     "fuse_": "nn.fuse",
     "import_experts": "checkpoints.registry",

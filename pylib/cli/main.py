@@ -19,6 +19,7 @@ import lowbit
 from lowbit.dialect.errors import LowbitError, reason
 from lowbit.pylib.cli.bench_model import bench_model
 from lowbit.pylib.cli.check import check
+from lowbit.pylib.cli.export import export
 from lowbit.pylib.cli.matmul import compile_, explain, run
 from lowbit.pylib.cli.model_files import inspect, quantize
 from lowbit.pylib.cli.output import Json, errors, in_options, show, show_json
@@ -65,10 +66,22 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _show_cmake_dir(wanted: bool) -> None:
+    if wanted:
+        from lowbit.pylib.aot.sources import CMAKE_FOLDER
+
+        print(CMAKE_FOLDER.resolve())
+        raise typer.Exit
+
+
 @app.callback()
 def all_commands(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and exit.")
+    ] = False,
+    cmake_dir: Annotated[
+        bool,
+        typer.Option("--cmake-dir", callback=_show_cmake_dir, is_eager=True, help="Show CMake's lowbit_DIR, and exit."),
     ] = False,
 ) -> None:
     """The options of all commands."""
@@ -100,6 +113,7 @@ app.command()(check)
 app.command()(tune)
 app.command()(quantize)
 app.command()(inspect)
+app.command()(export)
 app.command()(bench_model)
 
 

@@ -139,6 +139,17 @@ class TensorMap:
         """Bytes from the first of the tensor to its end."""
         return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides)) + self.itemsize
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what the map says of boxes in terms of JSON, in the numbers of cuTensorMapEncodeTiled; the box from
+        the innermost dim on."""
+        return {
+            "type": ELEMENTS[self.element][1],
+            "bytes": self.itemsize,
+            "box": list(reversed(self.box)),
+            "swizzle": _SWIZZLES[self.swizzle],
+            "promotion": _PROMOTIONS[self.l2_promotion],
+        }
+
     def encode(self) -> bytes:
         """The 128 bytes for a kernel's parameter, by the driver (cuTensorMapEncodeTiled).
 

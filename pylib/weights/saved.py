@@ -39,8 +39,12 @@ tensors fit."""
 
 def write_spec(spec: MatmulSpec) -> Tensor:
     """Returns what stands under "spec" in a file."""
-    text = json.dumps({"format": FORMAT, "spec": spec.to_dict()})
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text_of(spec).encode()), dtype=torch.uint8)
+
+
+def text_of(spec: MatmulSpec) -> str:
+    """Returns the text that stands under "spec" in a file, in ASCII."""
+    return json.dumps({"format": FORMAT, "spec": spec.to_dict()})
 
 
 def read(tensors: Mapping[str, Tensor], wanted: MatmulSpec | None) -> tuple[MatmulSpec, dict[str, Tensor]]:

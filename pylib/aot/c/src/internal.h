@@ -1,0 +1,119 @@
+/* What the files of the runtime share. */
+#ifndef LOWBIT_INTERNAL_H
+#define LOWBIT_INTERNAL_H
+
+#include <stdbool.h>
+
+#include "json.h"
+#include "lowbit.h"
+
+enum { MANIFEST = 1, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_NAME = 64, MOST_PATH = 512 };
+enum { X, Y, WORKSPACE, TENSORS }; /* the first of the arrays, in the order of every manifest */
+
+/* Keeps the text for lowbit_error_text, and returns the code. */
+int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* -- files (files.c) */
+
+typedef struct {
+    const void *data;
+    size_t bytes;
+    bool mapped;
+} blob;
+
+typedef struct {
+    const char *folder; /* NULL: `files` */
+    const lowbit_file *files;
+    json listed; /* "files" of the manifest */
+} source;
+
+int map_file(const char *path, bool executable, blob *found);
+int find_file(const source *from, const char *name, bool executable, blob *found); /* not checked */
+int read_file(const source *from, json name, bool executable, blob *found);        /* checked against the manifest */
+void drop(blob *file);
+char *text_of(const blob *file); /* a copy that ends with a zero, to be freed; NULL without memory */
+uint32_t crc32_of(const void *data, size_t bytes);
+
+/* -- a GPU (cuda.c) */
+
+typedef struct {
+    int kind; /* POINTER, ROWS or MAP */
+    int array;
+    int type, width, swizzle, promotion; /* of a tensor map */
+    uint32_t box[2];
+    uint64_t columns;
+} param;
+enum { POINTER, ROWS, MAP };
+
+typedef struct {
+    char name[MOST_NAME];
+    void *module, *function;
+    unsigned threads, shared_bytes;
+    struct { int rule; int64_t number; } grid[3];
+    bool may_overlap;
+    int params;
+    param param[MOST_PARAMS];
+} kernel;
+enum { CONSTANT, CEIL, SM_COUNT, SM_PART };
+
+typedef struct { int kernel; int64_t rows; } launch; /* rows: of the launch; 0: all that are left */
+
+typedef struct {
+    int64_t first, last, tile; /* INT64_MAX: without end; tile: slots of a token tile of experts */
+    int prepared, launches;
+    int prepare[2];
+    launch *launch;
+} range;
+
+/* -- a CPU (cpu.c) */
+
+typedef struct {
+    blob code;
+    int64_t entry, most, panel, block, per_token, per_worker, per_worker_token;
+} program;
+enum { FEW, MANY, DEQUANTIZE, PROGRAMS };
+
+struct lowbit_matmul {
+    source from;
+    char *text;          /* the manifest */
+    char folder[MOST_PATH];
+    json about, weight, target; /* of this matmul, in it */
+    char target_name[MOST_NAME];
+    int device, gpu; /* as CUDA counts, and CUdevice */
+    int64_t n, k, outputs, experts;
+    int tensors, arrays, inputs;
+    char tensor_name[MOST_ARRAYS][MOST_NAME];
+    int64_t row_bytes[MOST_ARRAYS];
+    bool is_buffer[MOST_ARRAYS];
+    /* of a GPU */
+    void *context;
+    int multiprocessors;
+    int64_t launch_workspace;
+    int kernels, ranges, dequantize;
+    kernel *kernel;
+    range *range;
+    /* of a CPU */
+    program program[PROGRAMS];
+    int operand[MOST_ARRAYS], operands, permutation;
+    int64_t row_blocks;
+    int threads;
+    lowbit_parallel parallel;
+    void *context_of_threads;
+};
+
+int array_named(const lowbit_matmul *h, json name); /* -1 where there is none */
+
+int cuda_open(lowbit_matmul *h, json targets);
+void cuda_close(lowbit_matmul *h);
+int64_t cuda_workspace(const lowbit_matmul *h, int64_t m);
+const range *cuda_range(const lowbit_matmul *h, int64_t m);
+int cuda_run(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows, void *stream, bool overlap);
+int cuda_dequantize(const lowbit_matmul *h, char *const *arrays, void *stream);
+
+int cpu_open(lowbit_matmul *h, json targets);
+void cpu_close(lowbit_matmul *h);
+int64_t cpu_workspace(const lowbit_matmul *h, int64_t m);
+int cpu_run(const lowbit_matmul *h, char *const *arrays, int64_t m);
+int cpu_dequantize(const lowbit_matmul *h, char *const *arrays);
+
+#endif

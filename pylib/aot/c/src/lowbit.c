@@ -1,0 +1,247 @@
+/* Opens matmuls, checks calls, and hands them to a GPU or to the CPU. */
+#define _GNU_SOURCE
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+enum { ALIGN = 16, PAGE = 256 };
+
+static _Thread_local char text_of_error[640];
+
+const char *lowbit_error_text(void) { return text_of_error; }
+
+int fail(int code, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text_of_error, sizeof text_of_error, format, arguments);
+    va_end(arguments);
+    return code;
+}
+
+/* -- opening */
+
+/* Reads the manifest, whose last line has the checksum of all before it. */
+static int read_manifest(lowbit_matmul *h) {
+    static const char seal[] = ",\n \"crc32\": \"";
+    blob file;
+    int code = find_file(&h->from, "manifest.json", false, &file);
+    if (code) return code;
+    h->text = text_of(&file);
+    size_t bytes = file.bytes;
+    drop(&file);
+    if (!h->text) return fail(LOWBIT_NO_MEMORY, "no memory for the manifest");
+    char *sealed = bytes > 64 ? strstr(h->text + bytes - 64, seal) : NULL;
+    if (!sealed || strtoul(sealed + sizeof seal - 1, NULL, 16) != crc32_of(h->text, (size_t)(sealed - h->text)))
+        return fail(LOWBIT_BAD_FILE, "manifest.json is damaged, or not of lowbit export; export again");
+    int64_t version = json_integer(json_member(h->text, "manifest"));
+    if (version != MANIFEST)
+        return fail(LOWBIT_BAD_VERSION, "manifest.json is of version %lld, this runtime reads %d; export with the lowbit "
+                                        "that it came with", (long long)version, MANIFEST);
+    h->from.listed = json_member(h->text, "files");
+    return LOWBIT_OK;
+}
+
+static int find_matmul(lowbit_matmul *h, const char *name) {
+    json first = json_first(json_member(h->text, "matmuls"));
+    for (json each = first; each; each = json_next(each))
+        if (name ? json_is(json_member(each, "name"), name) : !json_next(first)) h->about = each;
+    if (h->about) return LOWBIT_OK;
+    if (!name) return fail(LOWBIT_BAD_ARGUMENT, "name is NULL, and the folder has several matmuls; name one");
+    return fail(LOWBIT_NOT_THERE, "no matmul '%s' in the folder; manifest.json lists those that are there", name);
+}
+
+int array_named(const lowbit_matmul *h, json name) {
+    int i = 0;
+    for (json each = json_first(json_member(h->about, "arrays")); each; each = json_next(each), i++)
+        if (json_same(json_member(each, "name"), name)) return i;
+    return -1;
+}
+
+static int read_arrays(lowbit_matmul *h) {
+    for (json each = json_first(json_member(h->about, "arrays")); each; each = json_next(each)) {
+        if (h->arrays == MOST_ARRAYS) return fail(LOWBIT_BAD_VERSION, "more than %d arrays in the manifest", MOST_ARRAYS);
+        json from = json_member(each, "from");
+        h->row_bytes[h->arrays] = json_integer(json_member(each, "row_bytes"));
+        h->is_buffer[h->arrays] = json_is(from, "buffer");
+        if (json_is(from, "weight")) json_text(json_member(each, "name"), h->tensor_name[h->tensors++], MOST_NAME);
+        h->inputs += json_is(from, "input");
+        h->arrays++;
+    }
+    h->weight = json_member(h->about, "weight");
+    h->n = json_integer(json_member(h->about, "n"));
+    h->k = json_integer(json_member(h->about, "k"));
+    h->outputs = json_integer(json_member(h->about, "outputs"));
+    h->experts = json_integer(json_member(h->about, "experts"));
+    return LOWBIT_OK;
+}
+
+static int open_here(lowbit_matmul *h, const char *name) {
+    int code = read_manifest(h);
+    if (!code) code = find_matmul(h, name);
+    if (!code) code = read_arrays(h);
+    json targets = json_member(h->about, "targets");
+    if (!code) code = h->device == LOWBIT_CPU ? cpu_open(h, targets) : cuda_open(h, targets);
+    json_text(json_member(h->target, "target"), h->target_name, MOST_NAME);
+    return code;
+}
+
+static int open_from(source from, const char *name, int device, lowbit_matmul **handle) {
+    if (!handle) return fail(LOWBIT_BAD_ARGUMENT, "handle is NULL");
+    *handle = NULL;
+    if (device < LOWBIT_CPU) return fail(LOWBIT_BAD_ARGUMENT, "device=%d must be the number of a GPU or LOWBIT_CPU", device);
+    lowbit_matmul *h = calloc(1, sizeof *h);
+    if (!h) return fail(LOWBIT_NO_MEMORY, "no memory for a handle");
+    h->from = from, h->device = device;
+    if (from.folder) {
+        snprintf(h->folder, sizeof h->folder, "%s", from.folder);
+        h->from.folder = h->folder;
+    }
+    int code = open_here(h, name);
+    if (code) lowbit_close(h);
+    else *handle = h;
+    return code;
+}
+
+int lowbit_open(const char *folder, const char *name, int device, lowbit_matmul **handle) {
+    if (!folder) return fail(LOWBIT_BAD_ARGUMENT, "folder is NULL");
+    if (strlen(folder) >= MOST_PATH) return fail(LOWBIT_BAD_ARGUMENT, "folder is a path of more than %d bytes", MOST_PATH - 1);
+    return open_from((source){.folder = folder}, name, device, handle);
+}
+
+int lowbit_open_files(const lowbit_file *files, const char *name, int device, lowbit_matmul **handle) {
+    if (!files) return fail(LOWBIT_BAD_ARGUMENT, "files is NULL");
+    return open_from((source){.files = files}, name, device, handle);
+}
+
+void lowbit_close(lowbit_matmul *h) {
+    if (!h) return;
+    if (h->device == LOWBIT_CPU) cpu_close(h);
+    else cuda_close(h);
+    free(h->text);
+    free(h);
+}
+
+/* -- facts */
+
+int64_t lowbit_n(const lowbit_matmul *h) { return h ? h->n : 0; }
+int64_t lowbit_k(const lowbit_matmul *h) { return h ? h->k : 0; }
+int64_t lowbit_outputs(const lowbit_matmul *h) { return h ? h->outputs : 0; }
+const char *lowbit_target(const lowbit_matmul *h) { return h ? h->target_name : ""; }
+int lowbit_tensors(const lowbit_matmul *h) { return h ? h->tensors : 0; }
+
+static json tensor(const lowbit_matmul *h, int number) {
+    if (!h || number < 0) return NULL;
+    json each = json_first(json_member(h->weight, "tensors"));
+    while (each && number--) each = json_next(each);
+    return each;
+}
+
+const char *lowbit_tensor_name(const lowbit_matmul *h, int number) {
+    return tensor(h, number) ? h->tensor_name[number] : "";
+}
+
+int64_t lowbit_tensor_bytes(const lowbit_matmul *h, int number) { return json_integer(json_member(tensor(h, number), "bytes")); }
+
+int lowbit_supports(const lowbit_matmul *h, int64_t m) {
+    if (!h) return fail(LOWBIT_BAD_ARGUMENT, "handle is NULL");
+    if (m < 0 || m > INT32_MAX)
+        return fail(LOWBIT_BAD_ARGUMENT, "m=%lld must be 0 to %d rows of x", (long long)m, INT32_MAX);
+    if (m && h->device != LOWBIT_CPU && !cuda_range(h, m))
+        return fail(LOWBIT_NOT_THERE, "no kernel multiplies m=%lld rows; export again", (long long)m);
+    return LOWBIT_OK;
+}
+
+int64_t lowbit_expert_tile(const lowbit_matmul *h, int64_t m) {
+    if (lowbit_supports(h, m) || h->experts < 2 || h->device == LOWBIT_CPU) return 0;
+    const range *r = cuda_range(h, m > 1 ? m : 1);
+    return r ? r->tile : 0;
+}
+
+int64_t lowbit_workspace_bytes(const lowbit_matmul *h, int64_t m) {
+    if (lowbit_supports(h, m)) return -1;
+    int64_t bytes = h->device == LOWBIT_CPU ? cpu_workspace(h, m) : cuda_workspace(h, m);
+    return bytes ? bytes + PAGE : 0; /* so that it can begin at a multiple of so many */
+}
+
+int lowbit_use_threads(lowbit_matmul *h, int threads, lowbit_parallel parallel, void *context) {
+    if (!h || threads < 1 || (threads > 1 && !parallel))
+        return fail(LOWBIT_BAD_ARGUMENT, "a handle, threads=%d of at least 1, and for several a function are needed", threads);
+    h->threads = threads, h->parallel = parallel, h->context_of_threads = context;
+    return LOWBIT_OK;
+}
+
+/* -- calls */
+
+static int check_pointer(const char *name, const void *pointer) {
+    if (!pointer) return fail(LOWBIT_BAD_ARGUMENT, "%s is NULL", name);
+    if ((uintptr_t)pointer % ALIGN)
+        return fail(LOWBIT_BAD_ARGUMENT, "%s=%p must begin at a multiple of %d bytes", name, pointer, ALIGN);
+    return LOWBIT_OK;
+}
+
+/* Checks a call's arrays, and writes them down in the order of the manifest. */
+static int take_weight(const lowbit_matmul *h, const void *const *weight, char **arrays) {
+    int code = weight ? LOWBIT_OK : fail(LOWBIT_BAD_ARGUMENT, "weight is NULL");
+    for (int i = 0; i < h->tensors && !code; i++) {
+        code = check_pointer(h->tensor_name[i], weight[i]);
+        arrays[TENSORS + i] = (char *)weight[i];
+    }
+    return code;
+}
+
+static int take_workspace(void *workspace, int64_t given, int64_t needed, char **arrays) {
+    if (given < needed)
+        return fail(LOWBIT_BAD_ARGUMENT, "workspace_bytes=%lld must be at least %lld, as lowbit_workspace_bytes says",
+                    (long long)given, (long long)needed);
+    if (needed && !workspace) return fail(LOWBIT_BAD_ARGUMENT, "workspace is NULL, and %lld bytes are needed", (long long)needed);
+    arrays[WORKSPACE] = (char *)(((uintptr_t)workspace + PAGE - 1) / PAGE * PAGE);
+    return LOWBIT_OK;
+}
+
+static int take_inputs(const lowbit_matmul *h, const void *const *inputs, char **arrays) {
+    int code = inputs || !h->inputs ? LOWBIT_OK : fail(LOWBIT_BAD_ARGUMENT, "inputs is NULL, and this matmul takes %d", h->inputs);
+    for (int i = 0; i < h->inputs && !code; i++) {
+        code = check_pointer("an input", inputs[i]);
+        arrays[TENSORS + h->tensors + i] = (char *)inputs[i];
+    }
+    return code;
+}
+
+int lowbit_run(const lowbit_matmul *h, const lowbit_call *given) {
+    char *arrays[MOST_ARRAYS] = {0};
+    lowbit_call call = {0};
+    if (!given || given->size < sizeof given->size || given->size > sizeof call)
+        return fail(LOWBIT_BAD_ARGUMENT, "call must have size = sizeof(lowbit_call), %d bytes at most here", (int)sizeof call);
+    memcpy(&call, given, given->size);
+    int code = lowbit_supports(h, call.m);
+    if (!code && call.x_rows < 0) code = fail(LOWBIT_BAD_ARGUMENT, "x_rows=%lld is negative", (long long)call.x_rows);
+    if (code || !call.m) return code;
+    int64_t x_rows = call.x_rows ? call.x_rows : call.m, rows = x_rows > call.m ? x_rows : call.m;
+    arrays[X] = (char *)call.x, arrays[Y] = call.y;
+    if ((code = check_pointer("x", call.x)) || (code = check_pointer("y", call.y)) ||
+        (code = take_weight(h, call.weight, arrays)) || (code = take_inputs(h, call.inputs, arrays)) ||
+        (code = take_workspace(call.workspace, call.workspace_bytes, lowbit_workspace_bytes(h, rows), arrays)))
+        return code;
+    if (h->device == LOWBIT_CPU) return cpu_run(h, arrays, call.m);
+    return cuda_run(h, arrays, call.m, x_rows, call.stream, call.flags & LOWBIT_SETTLED);
+}
+
+int lowbit_multiply(const lowbit_matmul *h, const void *x, const void *const *weight, void *y, int64_t m, void *workspace,
+                    void *stream) {
+    lowbit_call call = {.size = sizeof call, .x = x, .weight = weight, .y = y, .m = m, .workspace = workspace, .stream = stream};
+    call.workspace_bytes = lowbit_workspace_bytes(h, m);
+    return lowbit_run(h, &call);
+}
+
+int lowbit_dequantize(const lowbit_matmul *h, const void *const *weight, void *w, void *workspace, void *stream) {
+    char *arrays[MOST_ARRAYS] = {0};
+    int code = lowbit_supports(h, 0);
+    if (code || (code = check_pointer("w", w)) || (code = take_weight(h, weight, arrays))) return code;
+    int64_t bytes = lowbit_workspace_bytes(h, 0);
+    if ((code = take_workspace(workspace, bytes, bytes, arrays))) return code;
+    arrays[Y] = w;
+    return h->device == LOWBIT_CPU ? cpu_dequantize(h, arrays) : cuda_dequantize(h, arrays, stream);
+}

@@ -1,0 +1,83 @@
+"""What a manifest says of a weight: its tensors in memory, and how these are made of those that `pack` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowbit.dialect.bilevel import integers_of, least_code
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib.weights import saved
+from lowbit.pylib.weights.values import least
+
+
+def weight_to_dict(spec: MatmulSpec) -> dict[str, Any]:
+    """Returns the description of a weight in terms of JSON; docs/manifest.md explains it."""
+    return {
+        "packing": _packing(spec),
+        "tensors": [_tensor(slot) for slot in spec.tensors],
+        "given": [] if spec.folds else [_given(spec, slot) for slot in spec.given_tensors],
+        "saved": saved.text_of(spec),
+        "same": [*saved.WEIGHT_FIELDS],
+    }
+
+
+def _packing(spec: MatmulSpec) -> dict[str, Any]:
+    """How codes and groups lie in memory (`dialect.formats.packing`)."""
+    p, bilevel = spec.packing, spec.bilevel
+    return {
+        "bits": p.bits,
+        "chunk": p.chunk,
+        "units": p.units,
+        "row_blocks": p.row_blocks,
+        "chunks": p.chunks,
+        "group": p.group or p.k,
+        "padded_group": p.padded_group or p.padded_k,
+        "padded_k": p.padded_k,
+        "groups": p.groups,
+        "block_rows": bilevel.rows if bilevel else 1,
+        "gated": spec.is_gated,
+        "experts": spec.experts,
+    }
+
+
+def _tensor(slot: TensorSlot) -> dict[str, Any]:
+    """A tensor in memory. Without outliers it has `bytes`; they add whole lines."""
+    return {
+        "name": slot.name,
+        "role": slot.role,
+        "index": slot.index,
+        "type": slot.storage,
+        "shape": list(slot.shape),
+        "bytes": slot.nbytes,
+    }
+
+
+def _given(spec: MatmulSpec, slot: TensorSlot) -> dict[str, Any]:
+    """A tensor that `pack` takes. Integers from `low` to `high` are stored less `low`, from bit `bit` on."""
+    low, high = _range(spec, slot)
+    return {
+        "name": slot.name,
+        "index": slot.index,
+        "type": slot.storage,
+        "shape": list(slot.given),
+        "stored": list(slot.shape),
+        "tensor": slot.tensor,
+        "bit": slot.bit,
+        "integer": high > low,
+        "low": low,
+        "high": high,
+    }
+
+
+def _range(spec: MatmulSpec, slot: TensorSlot) -> tuple[int, int]:
+    """Returns the least and the largest integer of a slot; (0, 0) for floats."""
+    if slot.role == "codes":
+        return least(spec), least(spec) + spec.dtype.codes - 1
+    if slot.role == "permutation":
+        return 0, spec.k - 1
+    if slot.storage != "u8":
+        return 0, 0
+    if slot.code:
+        return least_code(slot.code), least_code(slot.code) + integers_of(slot.code).codes - 1
+    return least(spec), least(spec) + spec.zero_span

@@ -1,0 +1,107 @@
+"""The GPU half of an exported folder, executed by the emulator. It reads the folder and nothing else: what a runtime in
+any language has to know must be in the manifest."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.runtime.tensor_map import TensorMap
+
+MULTIPROCESSORS = 4  # of the made-up GPU
+SEAL = ',\n "crc32": "'
+ELEMENTS = {0: "u8", 6: "f16", 9: "bf16"}  # CUtensorMapDataType
+SWIZZLES = (0, 32, 64, 128)  # CUtensorMapSwizzle
+Arrays = dict[str, np.ndarray]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest, whose checksum is right, of files that are as it says."""
+    text = (folder / "manifest.json").read_text()
+    assert zlib.crc32(text[: text.rindex(SEAL)].encode()) == int(json.loads(text)["crc32"], 16)
+    manifest = json.loads(text)
+    for name, about in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        assert (len(content), zlib.crc32(content)) == (about["bytes"], int(about["crc32"], 16))
+    return manifest
+
+
+class Exported:
+    """A matmul of a folder for one GPU target."""
+
+    def __init__(self, folder: Path, name: str, target: str) -> None:
+        self._folder = folder
+        self.manifest = read_manifest(folder)
+        self.about = next(each for each in self.manifest["matmuls"] if each["name"] == name)
+        self._target = next(each for each in self.about["targets"] if each["target"] == target)
+        self._row_bytes = {each["name"]: each["row_bytes"] for each in self.about["arrays"]}
+        self.started: list[str] = []
+
+    def range_of(self, m: int) -> dict[str, Any]:
+        return next(r for r in self._target["ranges"] if r["first"] <= m and (r["last"] is None or m <= r["last"]))
+
+    def run(self, arrays: Arrays, m: int, x_rows: int | None = None) -> None:
+        """Writes y of arrays by name, as bytes."""
+        arrays = self._with_buffers(arrays, x_rows or m)
+        found, launched, first = self.range_of(m), 0, 0
+        for number in found["prepare"]:
+            self._start(number, arrays, 0, x_rows or m)
+        while first < m:
+            launch = found["launches"][min(launched, len(found["launches"]) - 1)]
+            rows = min(launch["rows"] or m, m - first)
+            self._start(launch["kernel"], arrays, first, rows)
+            launched, first = launched + 1, first + rows
+
+    def dequantize(self, arrays: Arrays) -> None:
+        """Writes the weight to y."""
+        self._start(self._target["dequantize"], self._with_buffers(arrays, 0), 0, 0)
+
+    def _with_buffers(self, arrays: Arrays, rows: int) -> Arrays:
+        buffers = [each for each in self.about["arrays"] if each["from"] == "buffer"]
+        size = max(kernel["workspace_bytes"] for kernel in self._target["kernels"])
+        made = {each["name"]: np.full(rows * each["row_bytes"], 0xA5, np.uint8) for each in buffers}
+        return {**arrays, **made, "workspace": np.zeros(size, np.uint8)}
+
+    def _start(self, number: int, arrays: Arrays, first: int, rows: int) -> None:
+        kernel = self._target["kernels"][number]
+        self.started.append(kernel["name"])
+        Emulator((self._folder / kernel["ptx"]).read_text()).launch(
+            kernel["function"],
+            grid=[blocks(extent, rows) for extent in kernel["grid"]],
+            block=kernel["threads"],
+            args=[self._argument(param, arrays, first, rows) for param in kernel["params"]],
+            shared_bytes=kernel["shared_bytes"],
+            names=[param["name"] for param in kernel["params"]],
+        )
+
+    def _argument(self, param: Mapping[str, Any], arrays: Arrays, first: int, rows: int) -> Any:
+        if param["kind"] == "i32":
+            return rows
+        memory = arrays.get(param["from"])
+        if memory is None:
+            return None
+        memory = memory[first * self._row_bytes[param["from"]] :]
+        return tensor_map(memory, param["map"], rows) if param["kind"] == "tensor_map" else memory
+
+
+def tensor_map(memory: np.ndarray, about: Mapping[str, Any], rows: int) -> TensorMap:
+    """Returns a tensor map of so many rows."""
+    box = tuple(reversed(about["box"]))
+    shape = (rows, about["columns"])
+    return TensorMap(memory, ELEMENTS[about["type"]], shape, box, swizzle=SWIZZLES[about["swizzle"]])
+
+
+def blocks(extent: Mapping[str, Any], rows: int) -> int:
+    number = extent["number"]
+    return {
+        "constant": number,
+        "ceil": -(-rows // number),
+        "sm_count": MULTIPROCESSORS * number,
+        "sm_part": max(1, MULTIPROCESSORS // number),
+    }[extent["rule"]]

@@ -1,0 +1,94 @@
+"""Weights packed in C, saved and loaded there: byte for byte what Python has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from c_runtime import CMatmul, as_bytes
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.presets import PRESETS
+from lowbit.dialect.spec import MatmulSpec, interned
+from lowbit.passes.targets import parse_target
+from lowbit.pylib.aot.export import MANIFEST_VERSION, matmul_to_dict
+from lowbit.pylib.aot.files import Files
+from lowbit.pylib.reference.inputs import random_inputs
+from lowbit.pylib.weights import saved
+from lowbit.pylib.weights.packed import PackedWeight, pack
+
+TABLE = tuple(np.linspace(-3, 5, 8).tolist())
+TABLE_256 = tuple(np.linspace(-2, 2, 256).tolist())
+S = MatmulSpec
+SPECS: dict[str, MatmulSpec] = {
+    **{f"every_{w}": S(33, 272, w, group_size=68) for w in all_names()},
+    "lut": S(16, 64, "lut3", table=TABLE),
+    **{f"odd_{w}": S(17, 100, w, group_size=25, zeros="int") for w in ("u1", "u2", "u3", "u5", "i6", "i7", "u8")},
+    "one_per_row": S(40, 200, "i5", bias=True, out="f32"),
+    "offsets": S(20, 96, "u4", group_size=48, zeros="offset", scale="bf16", act="bf16"),
+    "float_zeros": S(20, 96, "u2", group_size=32, zeros="float", bias=True),
+    "mx": S(31, 128, "f4e2m1", group_size=32, scale="e8m0"),
+    "nv": S(31, 128, "f4e2m1", group_size=16, scale="e4m3", row_scales=True),
+    "outliers": S(53, 9000, "i3", outliers=True),
+    "permuted": S(24, 160, "u4", group_size=32, permuted=True, zeros="int"),
+    "gated": S(64, 96, "u4", group_size=32, epilogue="silu_mul", bias=True, outliers=True, row_scales=True),
+    "gated_zeros": S(64, 96, "i6", group_size=32, epilogue="silu_mul", zeros="int"),
+    "gated_experts": S(128, 64, "u3", group_size=16, epilogue="gelu_mul", experts=4),
+    "two_levels": S(37, 512, "u2", group_size=16, zeros="offset", scale="u4", bilevel=Bilevel(groups=16)),
+    "blocks_of_rows": S(37, 256, "u3", group_size=16, zeros="float", scale="u3", bilevel=Bilevel(16, 1, zeros=True)),
+    "gated_levels": S(64, 256, "i3", group_size=16, scale="i6", bilevel=Bilevel(groups=16), epilogue="silu_mul"),
+    "table_of_scales": S(
+        18, 256, "nf4", group_size=64, scale="lut8", bilevel=Bilevel(1, 4, "f32", offsets=True, table=TABLE_256)
+    ),
+    **{f"preset_{name}": S.preset(name, 48, 512) for name in PRESETS if name not in all_names()},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all specs. They share the code of one: packing needs none."""
+    path, files = tmp_path_factory.mktemp("packing"), Files()
+    code = matmul_to_dict(S(16, 16, "u1"), "code", [parse_target("cpu")], files)["targets"]
+    for target in code:
+        target["operands"] = ["codes"]
+    described = [matmul_to_dict(interned(spec), name, [], files) | {"targets": code} for name, spec in SPECS.items()]
+    files.write(path, {"manifest": MANIFEST_VERSION, "packing": saved.FORMAT, "matmuls": described})
+    return path
+
+
+def given_in_c(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors as C takes them."""
+    given: dict[str, Tensor] = {}
+    for name, t in tensors.items():
+        if name == "outliers":
+            given |= {"outlier_offsets": t.crow_indices().int(), "outlier_columns": t.col_indices().int()}
+            given["outlier_values"] = t.values().float()
+        elif name == "codes":
+            given[name] = t.to(torch.int8 if t.min() < 0 else torch.uint8)
+        else:
+            given[name] = t.float() if t.is_floating_point() else t.int()
+    return given
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_packing(folder: Path, name: str, tmp_path: Path) -> None:
+    """Also saved in C and loaded in Python, and the other way round."""
+    spec = SPECS[name]
+    tensors = random_inputs(spec, 1, seed=len(name))[1]
+    w = pack(spec, **tensors)
+    with CMatmul(folder, name) as mm:
+        packed = mm.pack(given_in_c(tensors))
+        assert list(packed) == list(w)
+        for each, tensor in w.items():
+            assert np.array_equal(packed[each].numpy(), as_bytes(tensor)), each
+        mm.save(tmp_path / "c.safetensors", list(packed.values()))
+        again = PackedWeight.from_state_dict(load_file(tmp_path / "c.safetensors"))
+        assert again.spec is w.spec and all(torch.equal(again[each], w[each]) for each in w)
+        save_file(w.state_dict(), tmp_path / "python.safetensors")
+        loaded = mm.load(tmp_path / "python.safetensors")
+        assert all(np.array_equal(loaded[each].numpy(), as_bytes(w[each])) for each in w)
