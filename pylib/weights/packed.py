@@ -24,7 +24,7 @@ from lowbit.pylib.weights import dequantized, folding, gated_rows, shared_bytes,
 from lowbit.pylib.weights import outliers as sparse
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.memory_order import unpack_codes
-from lowbit.pylib.weights.sharding import cut, part_of
+from lowbit.pylib.weights.sharding import Part, cut, part_of
 from lowbit.pylib.weights.tensor_checks import check_memory, check_slot, check_storage, is_plain
 from lowbit.pylib.weights.value_range import has_wide_range
 from lowbit.pylib.weights.values import as_tensor, least, to_memory
@@ -217,6 +217,19 @@ class PackedWeight(Mapping[str, Tensor]):
         return PackedWeight(
             interned(part), {s.name: cut(slots[s.name], self[s.name], dim, index, count) for s in part.tensors}
         )
+
+    def part(self, part: Part) -> PackedWeight:
+        """Returns some rows and columns: slices of the tensors in memory, or where a part has none, packed anew.
+
+        Raises PackError where no weight has these columns.
+        """
+        spec = interned(part.spec(self.spec))
+        if part.is_cut_in_memory(self.spec):
+            slots = {slot.name: slot for slot in self.spec.tensors}
+            return PackedWeight(spec, {s.name: part.of(slots[s.name], self[s.name], self.spec) for s in spec.tensors})
+        wanted = {slot.name for slot in spec.given_tensors}
+        slots = [slot for slot in self.spec.given_tensors if slot.name in wanted]
+        return pack(spec, **{s.name: part.of_given(s, self.unpack_tensor(s.name), self.spec) for s in slots})
 
     def unpack(self) -> Tensor:
         """The codes as they were given to `pack`: [n, k], int8 for i<b> formats, else uint8."""

@@ -12,6 +12,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib import reference
 from lowbit.pylib.weights.packed import pack
+from lowbit.pylib.weights.sharding import Part
 
 SPECS = [
     MatmulSpec(64, 512, "u4", 64, zeros="int", bias=True, out="f32"),
@@ -58,3 +59,52 @@ def test_parts_that_are_none(arguments: tuple[int, int, int], message: str) -> N
     w = pack(SPECS[0], **reference.random_inputs(SPECS[0], 1)[1])
     with pytest.raises(PackError, match=re.escape(message)):
         w.shard(*arguments)
+
+
+UNEVEN = [
+    MatmulSpec(128, 640, "u4", 128, zeros="int", bias=True, out="f32"),
+    MatmulSpec(96, 640, "i3", None, bias=True, out="f32"),
+    MatmulSpec(96, 640, "f6e3m2", 64, scale="e8m0", out="f32"),
+    MatmulSpec(96, 640, "u8", 128, zeros="float", scale="f32", out="f32"),
+]
+
+
+@pytest.mark.parametrize("spec", UNEVEN, ids=str)
+@pytest.mark.parametrize(("rows", "parts"), [(((0, 16), (64, 32)), 2), (((0, 10), (50, 3)), 4), (((8, 40),), 1)])
+def test_a_part_has_the_values_of_its_rows_and_columns(
+    spec: MatmulSpec, rows: tuple[tuple[int, int], ...], parts: int
+) -> None:
+    """Wherever it is cut: groups that a cut divides become smaller, with the same scales."""
+    w = pack(spec, **reference.random_inputs(spec, 1)[1])
+    whole = w.dequantize()
+    for index in range(parts):
+        first, columns = index * 640 // parts, 640 // parts
+        part = w.part(Part(rows, (first, columns)))
+        wanted = torch.cat([whole[a : a + count] for a, count in rows])[:, first : first + columns]
+        assert torch.equal(part.dequantize(), wanted)
+        bias = w.unpack_tensor("bias") if spec.bias and index == 0 else None
+        assert (part.bias is None) == (bias is None)
+        if bias is not None:
+            assert torch.equal(part.unpack_tensor("bias"), torch.cat([bias[a : a + count] for a, count in rows]))
+        assert part.codes.untyped_storage().nbytes() == part.codes.nbytes
+
+
+def test_a_part_whose_groups_are_cut() -> None:
+    spec = MatmulSpec(64, 640, "u4", 128, zeros="int")
+    w = pack(spec, **reference.random_inputs(spec, 1)[1])
+    assert w.part(Part(((0, 64),), (320, 320))).spec.group_size == 64
+    assert not Part(((0, 64),), (320, 320)).is_cut_in_memory(spec)
+    assert Part(((0, 16), (32, 16)), (128, 256)).is_cut_in_memory(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns", "message"),
+    [
+        (MatmulSpec(64, 1920, "u4", 128), (232, 232), "232 of 1920 columns, from column 232 on, cut groups of 128"),
+        (MatmulSpec(64, 640, "u4", 128, outliers=True), (320, 320), "cut groups of 128 into 64, which"),
+        (MatmulSpec(64, 640, "u4", 128, permuted=True), (0, 128), "columns of a permuted weight can't be cut"),
+    ],
+)
+def test_columns_that_no_weight_has(spec: MatmulSpec, columns: tuple[int, int], message: str) -> None:
+    with pytest.raises(PackError, match=re.escape(message)):
+        Part(((0, 64),), columns).spec(spec)

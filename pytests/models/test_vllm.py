@@ -30,9 +30,10 @@ from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, Pa
 from lowbit.pylib.build import driver
 from lowbit.pylib.integrations.vllm import experts as vllm_experts
 from lowbit.pylib.integrations.vllm import startup as vllm_startup
+from lowbit.pylib.integrations.vllm.expert_sources import source_of_experts
 from lowbit.pylib.integrations.vllm.experts import GATES, Experts, each_of, quantize_experts
 from lowbit.pylib.integrations.vllm.names import Names, Place
-from lowbit.pylib.integrations.vllm.rows import Rows, Share, Source, opened, quantize_rows, rows_of
+from lowbit.pylib.integrations.vllm.rows import Rows, Share, Source, opened, quantize_rows, rows_of, shares_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,13 +78,13 @@ def layer_of(model: nn.Module, name: str) -> LowbitLinear:
 def load_rows(folder: Path, modules: Sequence[str], share: Share) -> Rows:
     """Returns the layer that modules of a checkpoint make, with their biases."""
     checkpoint, weights, biases = opened(folder), dict[str, PackedWeight](), list[Tensor]()
-    for module in modules:
-        names = checkpoint.names_of(module)
+    for shared in shares_of([Source.of(checkpoint, module) for module in modules], share, "bf16"):
+        names = checkpoint.names_of(module := shared.source.module)
         tensors = {short: checkpoint.tensors[full] for short, full in names.items()}
         bias = tensors.pop("bias", None)
-        weights[module] = Source.of(checkpoint, module).packed(tensors, "bf16")
+        weights[module] = shared.packed({short: shared.sliced(short, tensor) for short, tensor in tensors.items()})
         biases += [] if bias is None else [bias]
-    rows = rows_of(weights, share)
+    rows = rows_of(weights)
     return rows.with_bias(torch.cat(biases)) if biases else rows
 
 
@@ -146,8 +147,6 @@ def test_fused_modules_have_a_name_of_their_own(tmp_path: Path) -> None:
     x = torch.randn(3, 64).bfloat16()
     rows = load_rows(tmp_path, modules, Share((64, 32, 32), 64))
     assert torch.equal(rows(x), layer_of(model, "q_k_v_proj")(x))
-    with pytest.raises(PackError, match="q_k_v_proj: fused layers can't be split over processes"):
-        load_rows(tmp_path, modules, Share((32, 16, 16), 64, 0, 2))
 
 
 def test_a_layer_of_dense_and_low_bit_modules_is_refused(tmp_path: Path) -> None:
@@ -195,6 +194,88 @@ def test_shares_of_processes(processes: int, tmp_path: Path) -> None:
     if down:
         whole = layer_of(model, "down_proj")(torch.cat([x, x], -1)).float()
         torch.testing.assert_close(sum(down), whole, atol=0.02, rtol=0.02)
+
+
+class Heads(nn.Module):
+    """Eight heads of queries, two of keys and values, and a layer behind them, whose groups a cut may divide."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, n) for n in (128, 32, 32))
+        self.o_proj = nn.Linear(inner, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+
+def saved_heads(folder: Path, inner: int, config: QuantConfig, fuse: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList([Heads(inner)])}).bfloat16()
+    lowbit.quantize_(model, {"*.o_proj": config, "*": U4}, fuse=fuse, progress=False)
+    lowbit.save_checkpoint(model, folder)
+    return model.get_submodule("layers.0")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_heads_of_processes(fuse: bool, processes: int, methods: Any, tmp_path: Path) -> None:
+    """Whether a module is one matrix or three: each process gets its heads of all, of keys those that it needs, and
+    waits for no more than its slices."""
+    whole, x = saved_heads(tmp_path, 64, U4, fuse), torch.randn(3, 64).bfloat16()
+    modules = ["layers.0.q_k_v_proj"] if fuse else [f"layers.0.{part}_proj" for part in "qkv"]
+    q, k, v = whole(x).split([128, 32, 32], -1)
+    tensors, bias = tensors_for(tmp_path, modules)
+    assert bias is not None
+    n = 128 // processes
+    for rank in range(processes):
+        head = rank * 2 // processes * 16
+        own = torch.cat([bias[rank * n :][:n], bias[128 + head :][:16], bias[160 + head :][:16]])
+        about = {"tp_rank": rank, "tp_size": processes}
+        layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path, modules)), 64, (n, 16, 16), bias=True, **about)
+        layer.tp_rank = 0  # for the fake, which leaves the bias of a sum to the first process
+        waiting = sum(p.numel() for name, p in layer.named_parameters() if name.endswith("codes"))
+        fake_vllm.load(layer, tensors, own)
+        expected = [q[:, rank * n :][:, :n], k[:, head:][:, :16], v[:, head:][:, :16]]
+        assert torch.equal(layer(x), torch.cat(expected, -1))
+        assert waiting == sum(part.codes.numel() for part in layer.lowbit.linears)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("inner", "processes", "groups"),
+    [(512, 4, (128, 128)), (640, 2, (128, 64)), (640, 8, (128, 16)), (29568, 8, (128, 16))],
+)
+def test_groups_that_a_cut_divides(
+    inner: int, processes: int, groups: tuple[int, int], methods: Any, tmp_path: Path
+) -> None:
+    """They become smaller groups, with the same scales: results add up to those of the whole layer."""
+    whole = saved_heads(tmp_path, inner, QuantConfig("u4", groups[0], clip="max")).get_submodule("o_proj")
+    x, columns, parts, modules = (
+        torch.randn(3, inner).bfloat16(),
+        inner // processes,
+        list[Tensor](),
+        ["layers.0.o_proj"],
+    )
+    tensors, bias = tensors_for(tmp_path, modules)
+    for rank in range(processes):
+        about = {"tp_rank": rank, "tp_size": processes, "columns_here": columns}
+        layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path, modules)), inner, (32,), bias=True, **about)
+        fake_vllm.load(layer, tensors, bias)
+        assert layer.lowbit.linears[0].spec.group_size == groups[1]
+        parts.append(layer(x[:, rank * columns :][:, :columns]).float())
+    assert close(sum(parts), whole(x))  # type: ignore[arg-type]
+    weights = whole.dequantize()  # type: ignore[operator]
+    assert torch.equal(layer.quant_method.dequantize_weight(layer), weights[:, -columns:])
+
+
+def test_groups_that_no_cut_allows(methods: Any, tmp_path: Path) -> None:
+    """One sentence with both numbers: 1856 columns in eight processes have groups of 8, and a group has at least 16."""
+    saved_heads(tmp_path, 1856, QuantConfig("u4", 64))
+    about = {"tp_rank": 1, "tp_size": 8, "columns_here": 232}
+    message = r"o_proj: 232 of 1856 columns, from column 232 on, cut groups of 64 into 8, which no kernel takes"
+    with pytest.raises(PackError, match=message):
+        fake_vllm.Linear(methods.SavedLinear(sources(tmp_path, ["layers.0.o_proj"])), 1856, (32,), **about)
 
 
 @pytest.mark.parametrize(("rows", "columns", "processes"), [(48, 128, 2), (128, 128, 1), (16, 128, 2), (64, 48, 2)])
@@ -382,9 +463,7 @@ def test_parts_of_processes_are_no_model(methods: Any, tmp_path: Path) -> None:
     """vLLM can save each process's parameters; nothing says what they are, or for how many processes."""
     for rank in (0, 1):
         save_file({"layers.0.o_proj.qweight": torch.zeros(2, 2)}, tmp_path / f"model-rank-{rank}-part-0.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"has the parts of 2 processes .* serve the folder that they"
-    ):
+    with pytest.raises(CheckpointError, match=r"has the parts of 2 processes .* serve the folder that they"):
         serving_of(methods, tmp_path)
 
 
@@ -560,8 +639,8 @@ def load_experts(layer: Any, tensors: dict[str, Tensor]) -> None:
 
 def saved_layer(methods: Any, folder: Path, **about: Any) -> Any:
     layer, checkpoint = fake_vllm.RoutedExperts(4, 64, 128, **about), opened(folder)
-    specs = methods.expert_methods.specs_of_saved(checkpoint, checkpoint.modules)
-    layer.take(methods.expert_methods.SavedExperts("mlp.experts", layer, specs))
+    source = source_of_experts(checkpoint, checkpoint.modules)
+    layer.take(methods.expert_methods.SavedExperts("mlp.experts", layer, source))
     return layer
 
 
@@ -581,24 +660,36 @@ def test_saved_experts_take_other_weights_in_place(methods: Any, tmp_path: Path)
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_parts_of_experts(processes: int, methods: Any, tmp_path: Path) -> None:
+    """Each process has a part of every expert, and waits for no more; groups that the parts cut become smaller."""
+    model, tensors = saved_experts(tmp_path)
+    (x, weights, ids), parts = chosen(), list[Tensor]()
+    for rank in range(processes):
+        layer = saved_layer(methods, tmp_path, rank=rank, count=processes)
+        assert layer.experts_gate_up_codes[0].numel() * processes == tensors["gate_up.0.codes"].numel()
+        load_experts(layer, tensors)
+        parts.append(layer(x, weights, ids).float())
+        assert layer.lowbit.down.spec.group_size == min(32, 128 // processes)
+    assert close(sum(parts), model(x, ids.long(), weights))  # type: ignore[arg-type]
+    assert not close(parts[0], model(x, ids.long(), weights))
+
+
+@torch.no_grad()
 def test_shares_of_experts(methods: Any, tmp_path: Path) -> None:
-    """Of two processes that have half of every expert, and of two that have half of the experts."""
+    """Of two processes that have half of the experts each."""
     model, tensors = saved_experts(tmp_path)
     x, weights, ids = chosen()
-    expected, halves, others = model(x, ids.long(), weights), list[Tensor](), list[Tensor]()
+    expected, others = model(x, ids.long(), weights), list[Tensor]()
     for rank in (0, 1):
-        layer = saved_layer(methods, tmp_path, rank=rank, count=2)
-        load_experts(layer, tensors)
-        halves.append(layer(x, weights, ids).float())
         layer = saved_layer(methods, tmp_path)
         layer.expert_map = torch.tensor([0, 1, -1, -1] if rank == 0 else [-1, -1, 0, 1], dtype=torch.int32)
         layer.sizes["num_experts"] = 2
         layer._parameters.clear()
-        layer.take(methods.expert_methods.SavedExperts("mlp.experts", layer, layer.quant_method.specs))
+        layer.take(methods.expert_methods.SavedExperts("mlp.experts", layer, layer.quant_method.source))
         load_experts(layer, tensors)
         others.append(layer(x, weights, ids).float())
-    assert close(sum(halves), expected) and close(sum(others), expected)  # type: ignore[arg-type]
-    assert not close(halves[0], expected) and not close(others[0], expected)
+    assert close(sum(others), expected) and not close(others[0], expected)  # type: ignore[arg-type]
 
 
 def test_experts_that_vllm_can_not_serve(methods: Any, tmp_path: Path) -> None:
@@ -610,7 +701,7 @@ def test_experts_that_vllm_can_not_serve(methods: Any, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="experts, silu, swiglu_limit=10; leave experts dense"):
         methods.expert_methods.OnLoadExperts("experts", layer, [U4, U4])
     layer = saved_layer(methods, tmp_path)
-    with pytest.raises(CheckpointError, match=r"mlp\.experts: vLLM's loader has passed no down_codes of expert 3"):
+    with pytest.raises(CheckpointError, match=r"mlp\.experts: vLLM's loader has passed no down\.codes of expert 3"):
         load_experts(layer, {name: tensor for name, tensor in tensors.items() if name != "down.3.codes"})
     settings = methods.expert_methods.get_current_vllm_config()
     for targets, refused in ((None, True), (["experts"], True), (["q_proj"], False)):

@@ -24,7 +24,8 @@ from lowbit.pylib.build.knobs import takes_over_vllm
 from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.integrations.choose import check_names, wishes_without
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
-from lowbit.pylib.integrations.vllm.expert_methods import OnLoadExperts, SavedExperts, specs_of_saved
+from lowbit.pylib.integrations.vllm.expert_methods import GptOssExperts, OnLoadExperts, SavedExperts
+from lowbit.pylib.integrations.vllm.expert_sources import source_of_experts
 from lowbit.pylib.integrations.vllm.methods import (
     Method,
     OnLoadHead,
@@ -159,7 +160,10 @@ class LowbitServing(QuantizationConfig):
 
     def _of_experts(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         if modules := self.names.below(prefix):
-            return SavedExperts(prefix, layer, specs_of_saved(opened(self.folder), modules))
+            checkpoint = opened(self.folder)
+            if checkpoint.format is FORMATS["mxfp4"]:
+                return GptOssExperts(prefix, layer, checkpoint.quantization_config)
+            return SavedExperts(prefix, layer, source_of_experts(checkpoint, modules))
         if self.names.low_bit:
             return None
         hidden, inner = layer.moe_config.hidden_dim, layer.moe_config.intermediate_size_per_partition

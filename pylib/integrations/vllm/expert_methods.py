@@ -7,8 +7,7 @@ shared experts of a layer are linear layers of their own, which vLLM runs beside
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +16,16 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint
-from lowbit.pylib.integrations.vllm.experts import (
-    GATES,
-    LEAVE_DENSE,
-    Experts,
-    check_one_spec,
-    each_of,
-    gated,
-    quantize_experts,
-    shard_of_expert,
-    stacked,
-)
-from lowbit.pylib.integrations.vllm.methods import Method, copy, is_filled_later, none_came
+from lowbit.pylib.checkpoints.registry import import_experts
+from lowbit.pylib.integrations.vllm.expert_sources import ExpertShare, ExpertsSource
+from lowbit.pylib.integrations.vllm.experts import GATES, LEAVE_DENSE, Experts, gated, quantize_experts, stacked
+from lowbit.pylib.integrations.vllm.methods import Method, check_like, is_filled_later, none_came
 from lowbit.pylib.integrations.vllm.rows import ACTS
-from lowbit.pylib.nn.dense_experts import LISTS
 from lowbit.pylib.nn.gated_linear import Gate
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
-from lowbit.pylib.runtime.expert_matmul import spec_of_experts
-from lowbit.pylib.torch_types import stored_type
-from lowbit.pylib.tune.timing import random_weight
 from lowbit.pylib.weights.packed import PackedWeight
-from lowbit.pylib.weights.saved import SPEC, check_same, read_spec, write_spec
 
-_ABOUT = EXTRA_STATE[1:]
 _OF_OAI = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}  # numbers of the epilogue "swiglu_oai"
 
 
@@ -161,99 +144,127 @@ def _register(layer: Any, name: str, tensor: Tensor, attributes: Mapping[str, An
 
 
 class SavedExperts(ExpertsMethod):
-    """Experts that are low-bit in the checkpoint, each of two modules.
+    """Experts that are low-bit in the checkpoint.
 
-    specs   of one expert's gate_up and down
+    source   what the checkpoint has of them
     """
 
-    def __init__(self, name: str, layer: Any, specs: Mapping[str, MatmulSpec]) -> None:
+    def __init__(self, name: str, layer: Any, source: ExpertsSource) -> None:
         super().__init__(name, layer)
-        self.specs = specs
+        self.source = source
         self._came: set[tuple[str, int]] = set()
 
     def create_weights(self, layer: Any, num_experts: int, params_dtype: torch.dtype, **_: Any) -> None:
         """Creates a parameter for each kind of tensor of all experts, on meta."""
         self.count, self.filled_later = num_experts, is_filled_later()
-        self.specs = {matrix: interned(replace(spec, act=ACTS[params_dtype])) for matrix, spec in self.specs.items()}
-        for matrix, spec in self.specs.items():
-            for slot in spec.tensors:
-                shape, kind = (num_experts, *slot.shape), stored_type(slot.storage)
-                name = f"{matrix}_{slot.name}"
-                waiting = torch.empty(shape, dtype=kind, device="meta")
-                _register(layer, name, waiting, {"weight_loader": self._loader(name)})
-                self.waiting = (*self.waiting, name)
+        self.share = ExpertShare(self.gate, ACTS[params_dtype], self.moe.tp_rank, self.moe.tp_size)
+        self.kinds: list[str] = []
+        for kind, like in self.source.tensors.items():
+            with naming(self.name):
+                wanted = self.source.wanted(kind, like, self.share)
+            if wanted is not None:
+                waiting = torch.empty(num_experts, *wanted.shape, dtype=wanted.dtype, device="meta")
+                _register(layer, _parameter(kind), waiting, {"weight_loader": self._loader(kind)})
+                self.kinds.append(kind)
+        self.waiting = [_parameter(kind) for kind in self.kinds]
         layer.load_weights = lambda weights: self._load(layer, weights)  # vLLM knows no other names than w1, w2, w3
         initialize_online_processing(layer)
 
-    def _loader(self, name: str) -> Any:
+    def _loader(self, kind: str) -> Any:
         def load(param: Tensor, loaded_weight: Tensor, expert: int) -> None:
-            copy(param.data[expert], loaded_weight, f"{self.name}: {name} of expert {expert}")
+            check_like(loaded_weight, self.source.tensors[kind], f"{self.name}: {kind} of expert {expert}")
+            param.data[expert].copy_(cast(Tensor, self.source.wanted(kind, loaded_weight, self.share)))
             if not param.is_meta:
-                self._came.add((name, expert))
+                self._came.add((kind, expert))
 
         return load
 
     def _load(self, layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """Takes tensors of experts by their names in the layer, "gate_up.3.codes" say; yields those of parameters.
-
-        Raises PackError for experts of another format.
-        """
+        """Takes tensors of experts by their names in the layer, "gate_up.3.codes" or "3.gate_proj.qweight" say; yields
+        those of parameters."""
         for name, tensor in weights:
-            matrix, number, kind = name.split(".")
-            expert = layer._map_global_expert_id_to_local_expert_id(int(number))
-            if kind == _ABOUT:
-                with naming(f"{self.name}.{matrix}.{number}"):
-                    check_same(read_spec(tensor), self.specs[matrix])
-            elif expert >= 0:
-                parameter = getattr(layer, f"{matrix}_{kind}")
-                parameter.weight_loader(parameter, tensor, expert)
-                yield f"{matrix}_{kind}"
+            with naming(self.name):
+                taken = self.source.taken(name, tensor)
+            if taken is None:
+                continue
+            kind, number, values = taken
+            expert = layer._map_global_expert_id_to_local_expert_id(number)
+            if expert >= 0 and kind in self.kinds:
+                parameter = getattr(layer, _parameter(kind))
+                parameter.weight_loader(parameter, values, expert)
+                yield _parameter(kind)
 
     def make(self, layer: Any) -> nn.Module:
         """Returns this process's part of the experts."""
-        missing = self._missing()
+        missing, came, self._came = self._missing(), bool(self._came), set()
+        tensors = {kind: getattr(layer, _parameter(kind)).data for kind in self.kinds}
         with naming(self.name):
-            if missing and (self._came or not self.filled_later):
+            if missing and (came or not self.filled_later):
                 raise none_came(missing)
-            made = {matrix: self._packed(layer, matrix, bool(missing)) for matrix in self.specs}
-            self._came = set()
-            return Experts(gated(made["gate_up"], self.gate), made["down"], self.moe.experts_per_token)
+            device = next(iter(tensors.values())).device
+            made = self.source.random(self.count, device, self.share) if missing else None
+            gate_up, down = made or self.source.weights(tensors, self.share)
+            return Experts(gated(gate_up, self.gate), down, self.moe.experts_per_token)
 
     def _missing(self) -> str:
         """Returns the first tensor that has not come; "" if all have."""
-        wanted = ((name, expert) for name in self.waiting for expert in range(self.count))
-        return next((f"{name} of expert {expert}" for name, expert in wanted if (name, expert) not in self._came), "")
-
-    def _packed(self, layer: Any, matrix: str, at_random: bool) -> PackedWeight:
-        """Returns this process's part of a matrix of all experts."""
-        spec = spec_of_experts(self.specs[matrix], self.count)
-        tensors = {slot.name: getattr(layer, f"{matrix}_{slot.name}").data.flatten(0, 1) for slot in spec.tensors}
-        device = next(iter(tensors.values())).device
-        if at_random:
-            whole = random_weight(spec, str(device))
-        else:
-            whole = PackedWeight.from_state_dict({**tensors, SPEC: write_spec(spec)}, spec)
-        index, count = self.moe.tp_rank, self.moe.tp_size
-        if count == 1:
-            return whole
-        return stacked([shard_of_expert(each, matrix, self.gate, index, count) for each in each_of(whole)])
+        wanted = ((kind, expert) for kind in self.kinds for expert in range(self.count))
+        return next((f"{kind} of expert {expert}" for kind, expert in wanted if (kind, expert) not in self._came), "")
 
 
-def specs_of_saved(checkpoint: Checkpoint, modules: Sequence[str]) -> dict[str, MatmulSpec]:
-    """Returns the specs of gate_up and down of experts that lowbit has saved, by these names.
+def _parameter(kind: str) -> str:
+    return f"experts_{kind.replace('.', '_')}"
 
-    modules   those of all experts of a layer
 
-    Raises SpecError for experts of several formats, and for those of another library.
+class GptOssExperts(ExpertsMethod):
+    """The experts of gpt-oss in MXFP4. The class of the model in vLLM cuts them for processes, into whole groups of 32,
+    and puts them into parameters of these names.
+
+    config   the checkpoint's quantization_config
     """
-    found: dict[str, dict[str, MatmulSpec]] = {matrix: {} for matrix in LISTS.values()}
-    for module in modules:
-        matrix = module.split(".")[-2]
-        if matrix not in found or checkpoint.format is not None:
-            raise SpecError(
-                f"{module}: in vLLM, lowbit runs experts that it has saved itself; serve this checkpoint without "
-                "--quantization lowbit and LOWBIT_VLLM=1, or with transformers"
-            )
-        about = checkpoint.tensors[module + EXTRA_STATE]
-        found[matrix][module] = read_spec(about)
-    return {matrix: check_one_spec(specs) for matrix, specs in found.items()}
+
+    def __init__(self, name: str, layer: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(name, layer)
+        self.config = config
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Creates codes, scales and biases, on meta."""
+        self.act = ACTS[params_dtype]
+        whole = intermediate_size_per_partition * self.moe.tp_size
+        inner = -(-whole // _GROUP // self.moe.tp_size) * _GROUP  # the last process may have fewer, and zeros
+        for name, rows, columns in (("w13", 2 * inner, hidden_size), ("w2", hidden_size, inner)):
+            sizes = {"weight": (rows, columns // 2), "weight_scale": (rows, columns // _GROUP), "bias": (rows,)}
+            for kind, size in sizes.items():
+                dtype = params_dtype if kind == "bias" else torch.uint8
+                waiting = torch.empty(num_experts, *size, dtype=dtype, device="meta")
+                _register(layer, f"{name}_{kind}", waiting, {"weight_loader": _load_first})
+                self.waiting = (*self.waiting, f"{name}_{kind}")
+        initialize_online_processing(layer)
+
+    def make(self, layer: Any) -> nn.Module:
+        """Returns this process's part of the experts."""
+        with naming(self.name):
+            gate_up, down = (self._weight(layer, name) for name in ("w13", "w2"))
+            return Experts(gated(gate_up, self.gate), down, self.moe.experts_per_token)
+
+    def _weight(self, layer: Any, name: str) -> PackedWeight:
+        codes, scales, bias = (getattr(layer, f"{name}_{kind}").data for kind in ("weight", "weight_scale", "bias"))
+        tensors = {"blocks": codes.unflatten(-1, (-1, _GROUP // 2)), "scales": scales, "bias": bias}
+        return stacked(import_experts(self.config, tensors, self.act))
+
+
+_GROUP = 32  # columns that share a scale in MXFP4
+
+
+def _load_first(param: Tensor, loaded_weight: Tensor, *_: Any, **__: Any) -> None:
+    """Put a tensor into the first places of a parameter, and zeros into the others."""
+    param.data.zero_()
+    param.data[tuple(slice(size) for size in loaded_weight.shape)].copy_(loaded_weight)

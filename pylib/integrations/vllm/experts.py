@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from lowbit.dialect.errors import SpecError
+from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.kernels.experts.choice import schedule_for_few, tile_for
@@ -29,6 +29,7 @@ from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
+from lowbit.pylib.weights.sharding import Part
 
 _MOST_CODES = 1 << 28  # of the experts whose weights are made at a time
 
@@ -186,18 +187,23 @@ def quantize_experts(
     return stacked(made)
 
 
-def shard_of_expert(packed: PackedWeight, matrix: str, gate: Gate, index: int, count: int) -> PackedWeight:
-    """Returns the part of one expert's matrix that one of several processes has.
+def part_of_expert(spec: MatmulSpec, matrix: str, gate: Gate, index: int, count: int) -> Part:
+    """Returns what one of several processes has of an expert's matrix.
 
     matrix   "gate_up", of whose halves every process has a part, or "down"
+
+    Raises PackError where it can't be cut into so many parts.
     """
-    if matrix == "down":
-        return packed.shard(1, index, count)
-    if packed.spec.is_gated or gate.pairs:  # a block of rows has some of either half
-        return packed.shard(0, index, count)
-    halves = [packed.shard(0, half * count + index, 2 * count) for half in (0, 1)]
-    spec = interned(replace(halves[0].spec, n=2 * halves[0].spec.n))
-    return PackedWeight(spec, {name: torch.cat([half[name] for half in halves]) for name in halves[0]})
+    down = matrix == "down"
+    size, halves = (spec.k, 1) if down else (spec.n, 1 if spec.is_gated or gate.pairs else 2)
+    if size % (halves * count):
+        raise PackError(f"{matrix} of experts, {spec.n} x {spec.k}, can't be cut into {count} equal parts")
+    some = size // (halves * count)  # a block of rows of a gated weight has some of either half
+    ranges = tuple(((half * count + index) * some, some) for half in range(halves))
+    part = Part(((0, spec.n),), ranges[0]) if down else Part(ranges, (0, spec.k))
+    if spec.is_gated and not part.is_cut_in_memory(spec):
+        raise PackError(f"gate_up of experts has {spec.n} rows, and its parts in {count} processes no multiple of 16")
+    return part
 
 
 def check_one_spec(specs: Mapping[str, MatmulSpec]) -> MatmulSpec:

@@ -29,9 +29,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
 from lowbit.dialect.errors import CheckpointError
-from lowbit.dialect.spec import Act
 from lowbit.pylib.integrations.vllm.names import BIAS, parameter
-from lowbit.pylib.integrations.vllm.rows import ACTS, Rows, Share, Source, quantize_rows, rows_of
+from lowbit.pylib.integrations.vllm.rows import (
+    ACTS,
+    Rows,
+    Share,
+    SharedSource,
+    Source,
+    quantize_rows,
+    rows_of,
+    shares_of,
+)
 from lowbit.pylib.integrations.vllm.startup import Startup
 from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.packed_module import PackedModule
@@ -144,18 +152,14 @@ def is_filled_later() -> bool:
     return str(get_current_vllm_config().load_config.load_format) in _FILLED_LATER
 
 
-def copy(param: Tensor, loaded_weight: Tensor, tensor: str) -> None:
-    """Put a tensor of the checkpoint into a parameter, or a part of it, which may be on meta.
-
-    Raises CheckpointError for one of another size or type.
-    """
-    if (param.shape, param.dtype) != (loaded_weight.shape, loaded_weight.dtype):
-        given, wanted = (f"{t.dtype} {list(t.shape)}" for t in (loaded_weight, param))
+def check_like(loaded_weight: Tensor, like: Tensor, tensor: str) -> None:
+    """Raise CheckpointError for a tensor of the checkpoint of another size or type than when vLLM made the model."""
+    if (like.shape, like.dtype) != (loaded_weight.shape, loaded_weight.dtype):
+        given, wanted = (f"{t.dtype} {list(t.shape)}" for t in (loaded_weight, like))
         raise CheckpointError(
             f"{tensor}: it is {given}, and was {wanted} when vLLM made the model; start vLLM again to serve a model of "
             "other formats"
         )
-    param.copy_(loaded_weight)
 
 
 def none_came(missing: str) -> CheckpointError:
@@ -195,29 +199,31 @@ class SavedLinear(Multiplies, LinearMethodBase):
     ) -> None:
         """Creates a parameter for each tensor of the modules, on meta."""
         rows = self.rows_of(layer, output_partition_sizes)
-        self.share = Share(rows, input_size_per_partition, _rank_of(layer), layer.tp_size)
-        self.act: Act = ACTS[params_dtype]
-        self.filled_later = is_filled_later()
-        for part, source in enumerate(self.sources):
-            for tensor, like in source.tensors.items():
-                self._wait_for(layer, parameter(part, tensor), f"{source.module}.{tensor}", like)
+        share = Share(rows, input_size_per_partition, _rank_of(layer), layer.tp_size)
+        self.columns, self.filled_later = input_size_per_partition, is_filled_later()
+        self.shares = shares_of(self.sources, share, ACTS[params_dtype])
+        for part, shared in enumerate(self.shares):
+            for tensor, like in shared.waited_for().items():
+                self._wait_for(layer, parameter(part, tensor), tensor, shared, like)
         initialize_online_processing(layer)
 
     def rows_of(self, layer: Any, sizes: Sequence[int]) -> Sequence[int]:
         """Returns the rows that this process has of each module."""
         return sizes
 
-    def _wait_for(self, layer: Any, name: str, tensor: str, like: Tensor) -> None:
+    def _wait_for(self, layer: Any, name: str, tensor: str, shared: SharedSource, like: Tensor) -> None:
         waiting: Any = nn.Parameter(torch.empty_like(like, device="meta"), requires_grad=False)
-        waiting.weight_loader = self._loader(name, tensor)
+        waiting.weight_loader = self._loader(name, tensor, shared)
         layer.register_parameter(name, waiting)
         self.waiting = (*self.waiting, name)
 
-    def _loader(self, name: str, tensor: str) -> Callable[..., None]:
-        """Returns what puts a tensor of the checkpoint into its parameter, as `copy` does."""
+    def _loader(self, name: str, tensor: str, shared: SharedSource) -> Callable[..., None]:
+        """Returns what puts a tensor of the checkpoint into its parameter, or this process's slice of it."""
 
         def load(param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
-            copy(param.data, loaded_weight, tensor)
+            source = shared.source
+            check_like(loaded_weight, source.tensors[tensor], f"{source.module}.{tensor}")
+            param.data.copy_(shared.sliced(tensor, loaded_weight))
             if not param.is_meta:
                 self._came.add(name)
 
@@ -227,26 +233,28 @@ class SavedLinear(Multiplies, LinearMethodBase):
         """Returns this process's part of the modules."""
         for source in self.sources:
             source.check_bias(layer.bias is not None)
-        return self._with_bias(layer, rows_of(self.weights(layer), self.share), self.share.columns)
+        return self._with_bias(layer, rows_of(self.weights(layer)), self.columns)
 
     def weights(self, layer: Any) -> dict[str, PackedWeight]:
-        """Returns the weights of the modules, by name, of tensors that have come; random ones if vLLM passes none."""
+        """Returns this process's weights of the modules, by name, of tensors that have come; random ones if vLLM passes
+        none."""
         came, self._came = self._came, set()
         found: dict[str, PackedWeight] = {}
-        for part, source in enumerate(self.sources):
+        for part, shared in enumerate(self.shares):
+            source = shared.source
             tensors = {name: getattr(layer, parameter(part, name)).data for name in source.tensors}
             with naming(source.module):
                 if missing := [name for name in tensors if parameter(part, name) not in came]:
-                    found[source.module] = self._without(source, missing, came, tensors[missing[0]].device)
+                    found[source.module] = self._without(shared, missing, came, tensors[missing[0]].device)
                 else:
-                    found[source.module] = source.packed(tensors, self.act)
+                    found[source.module] = shared.packed(tensors)
         return found
 
-    def _without(self, source: Source, missing: list[str], came: set[str], device: torch.device) -> PackedWeight:
+    def _without(self, shared: SharedSource, missing: list[str], came: set[str], device: torch.device) -> PackedWeight:
         """Returns a random weight. Raises CheckpointError unless vLLM fills a model in another way."""
         if came or not self.filled_later:
             raise none_came(", ".join(missing))
-        return random_weight(source.spec(self.act), str(device))
+        return random_weight(shared.spec(), str(device))
 
 
 class SavedHead(SavedLinear):
@@ -259,7 +267,7 @@ class SavedHead(SavedLinear):
     def make(self, layer: Any) -> nn.Module:
         """Returns this process's part of the layer."""
         self.sources[0].check_bias(getattr(layer, "bias", None) is not None)
-        return rows_of(self.weights(layer), self.share)
+        return rows_of(self.weights(layer))
 
 
 class SavedEmbedding(SavedHead):
@@ -269,7 +277,7 @@ class SavedEmbedding(SavedHead):
         """Returns this process's part of the table."""
         ((module, packed),) = self.weights(layer).items()
         with naming(module):
-            return LowbitEmbedding.from_packed(self.share.of(packed, self.share.rows[0]))
+            return LowbitEmbedding.from_packed(packed)
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Returns the rows [..., size] of tokens [...]."""
@@ -296,13 +304,16 @@ class TiedHead(QuantizeMethodBase):
         return embed_tokens
 
 
-class OnLoad(Multiplies):
-    """Quantizes a dense weight when it has been loaded, and drops it.
+class OnLoad(Multiplies, LinearMethodBase):
+    """Quantizes a dense weight when it has been loaded, and drops it. It is no method of vLLM's dense layers, whose
+    weights vLLM takes as they are (in MLA, say).
 
+    dense     vLLM's method, which creates the dense weight
     name      the layer's
     configs   how to quantize each matrix that the layer is made of
     """
 
+    dense: type[Any]
     waiting = ("weight",)
 
     def __init__(self, name: str, configs: Sequence[QuantConfig]) -> None:
@@ -323,9 +334,8 @@ class OnLoad(Multiplies):
         """Creates the dense weight, on meta."""
         self.sizes, self.columns = output_partition_sizes, input_size_per_partition
         sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype)
-        create: Any = super().create_weights  # type: ignore[misc]
         with torch.device("meta"):
-            create(layer, *sizes, **attributes)
+            self.dense().create_weights(layer, *sizes, **attributes)
         initialize_online_processing(layer)
 
     def quantized(self, layer: Any) -> Rows:
@@ -335,16 +345,20 @@ class OnLoad(Multiplies):
 
 
 @register_weight_loader_v2_supported_method
-class OnLoadLinear(OnLoad, UnquantizedLinearMethod):
+class OnLoadLinear(OnLoad):
     """A linear layer that is dense in the checkpoint."""
+
+    dense = UnquantizedLinearMethod
 
     def make(self, layer: Any) -> nn.Module:
         """Returns the quantized layer."""
         return self._with_bias(layer, self.quantized(layer), self.columns)
 
 
-class OnLoadHead(OnLoad, UnquantizedEmbeddingMethod):
+class OnLoadHead(OnLoad):
     """An output layer that is dense in the checkpoint. vLLM adds its bias."""
+
+    dense = UnquantizedEmbeddingMethod
 
     def make(self, layer: Any) -> nn.Module:
         """Returns the quantized layer."""

@@ -1,6 +1,7 @@
 """The weights of the modules that make a layer of vLLM, put together: `Rows`.
 
-A `Source` says which tensors a module has, before they are read, and makes a weight of them when they have come.
+A `Source` says which tensors a module has, before they are read. Its `SharedSource` says which slices of them a process
+wants, and makes a weight of these when they have come.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from lowbit.pylib.nn.fuse import concatenated, why_apart
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
-from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
-from lowbit.pylib.weights.saved import SPEC, check_same, read_spec
+from lowbit.pylib.weights.saved import SPEC, check_same, read_spec, write_spec
+from lowbit.pylib.weights.sharding import Part
+
+_ABOUT = EXTRA_STATE[1:]
 
 ACTS: dict[torch.dtype, Act] = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -78,19 +81,53 @@ class Share:
     rank: int = 0
     processes: int = 1
 
-    def of(self, packed: PackedWeight, rows: int) -> PackedWeight:
-        """Returns the part of a matrix that this process has, so many rows of it. Raises PackError if there is none."""
-        whole, part = (packed.spec.n, packed.spec.k), (rows, self.columns)
-        for dim in (0, 1):
-            count = whole[dim] // part[dim]
-            if count * part[dim] != whole[dim] or not count or self.processes % count:
-                raise PackError(
-                    f"its weight is {whole[0]} x {whole[1]}, and vLLM wants {part[0]} x {part[1]} of it in each of "
-                    f"{self.processes} processes; use tensor_parallel_size=1, or leave the layer dense"
-                )
-            if count > 1:
-                packed = packed.shard(dim, self.rank * count // self.processes, count)
-        return packed
+    def part(self, spec: MatmulSpec, matrices: slice) -> Part:
+        """Returns what this process has of a module, which is one of the matrices or several of them, fused.
+
+        Raises PackError if it has nothing of it.
+        """
+        rows = self.rows[matrices]
+        wholes = self._whole_rows(rows, spec.n)
+        columns = self._range(self.columns, spec.k)
+        if not wholes or columns is None:
+            raise PackError(
+                f"its weight is {spec.n} x {spec.k}, and vLLM wants {sum(rows)} x {self.columns} of it in each of "
+                f"{self.processes} processes; use tensor_parallel_size=1, or leave the layer dense"
+            )
+        ranges = [cast(tuple[int, int], self._range(*each)) for each in zip(rows, wholes)]
+        begins = accumulate(wholes, initial=0)
+        return Part(_joined([(begin + first, count) for begin, (first, count) in zip(begins, ranges)]), columns)
+
+    def _whole_rows(self, rows: Sequence[int], n: int) -> list[int]:
+        """Returns the rows of the matrices in all processes, which are n; nothing if there are no such matrices. Heads
+        of keys and values may be fewer than processes: then several have the same."""
+        if len(rows) == 1:
+            return [n] if self._range(rows[0], n) else []
+        for same in range(1, self.processes + 1):
+            first, *others = (count * self.processes for count in rows)
+            wholes = [first, *(count // same for count in others)]
+            if sum(wholes) == n and all(self._range(*each) for each in zip(rows, wholes)):
+                return wholes
+        return []
+
+    def _range(self, size: int, whole: int) -> tuple[int, int] | None:
+        """Returns the first of this process's rows or columns, and their number; None if it has none."""
+        count = whole // size
+        if count * size != whole or not count or self.processes % count:
+            return None
+        return self.rank * count // self.processes * size, size
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns ranges with those made one that follow each other."""
+    found = [ranges[0]]
+    for first, count in ranges[1:]:
+        before, size = found[-1]
+        if before + size == first:
+            found[-1] = before, size + count
+        else:
+            found.append((first, count))
+    return tuple(found)
 
 
 @lru_cache(maxsize=2)
@@ -135,7 +172,7 @@ class Source:
         bias = tensors.pop(BIAS, None)
         on_meta = {short: tensor.to("meta") for short, tensor in tensors.items()}
         config = None if checkpoint.format is None else checkpoint.quantization_config
-        about = None if config is not None else tensors[EXTRA_STATE[1:]].clone()
+        about = None if config is not None else tensors[_ABOUT].clone()
         return cls(module, on_meta, bias is not None, bias is not None and bool(bias.any()), config, about)
 
     def check_bias(self, expected: bool) -> None:
@@ -144,24 +181,75 @@ class Source:
             has, lacks = ("model", "checkpoint") if expected else ("checkpoint", "model")
             raise CheckpointError(f"{self.module}: it has a bias in the {has}, and none in the {lacks}")
 
-    def spec(self, act: Act) -> MatmulSpec:
-        """Returns what the weight is, without a bias. Raises CheckpointError for another library's, which says it in
-        its tensors."""
-        if self.about is None:
-            raise CheckpointError("only the tensors of another library's files say what it is; use load_format='auto'")
-        return interned(replace(read_spec(self.about), act=act, bias=False))
+    def shared(self, share: Share, matrices: slice, act: Act) -> SharedSource:
+        """Returns the share of a process in the module.
 
-    def packed(self, tensors: Mapping[str, Tensor], act: Act) -> PackedWeight:
-        """Returns the weight that these tensors make, without a bias."""
-        if self.config is not None:
-            return import_weight(self.config, tensors, act, name=self.module)
+        matrices   those of the layer that the module is made of
+
+        Raises PackError, now if lowbit's own files say what the module is, where it can't be cut so.
+        """
+        if self.about is None:
+            return SharedSource(self, share, matrices, act, None, None)
+        with naming(self.module):
+            whole = interned(replace(read_spec(self.about), act=act, bias=False))
+            part = share.part(whole, matrices)
+            part.spec(whole)
+            return SharedSource(self, share, matrices, act, whole, part)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSource:
+    """The share of a process in a module.
+
+    whole   what the module is, without a bias; None for another library's, which says it in its tensors
+    part    what this process has of it; None for another library's
+    """
+
+    source: Source
+    share: Share
+    matrices: slice
+    act: Act
+    whole: MatmulSpec | None
+    part: Part | None
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether slices of the files' tensors make the part: then no more of them is read."""
+        whole, given = self.whole, self.source.tensors
+        if whole is None or self.part is None or not self.part.is_cut_in_memory(whole):
+            return False
+        return all(slot.name in given and given[slot.name].shape == slot.shape for slot in whole.tensors)
+
+    def waited_for(self) -> dict[str, Tensor]:
+        """Returns the tensors that are wanted of the files, on meta, by their names in the module."""
+        return {name: self.sliced(name, tensor) for name, tensor in self.source.tensors.items()}
+
+    def sliced(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns what is wanted of a tensor of the files: all of it, or the slice of this process."""
+        if not self.is_sliced or name == _ABOUT:
+            return tensor
+        whole, part = cast(MatmulSpec, self.whole), cast(Part, self.part)
+        return part.of(whole.slot(name), tensor, whole)
+
+    def spec(self) -> MatmulSpec:
+        """Returns what this process's part of the weight is. Raises CheckpointError for another library's."""
+        if self.whole is None or self.part is None:
+            raise CheckpointError("only the tensors of another library's files say what it is; use load_format='auto'")
+        return interned(self.part.spec(self.whole))
+
+    def packed(self, tensors: Mapping[str, Tensor]) -> PackedWeight:
+        """Returns this process's part of the weight, without a bias, of the tensors that were waited for."""
+        if self.whole is None or self.part is None:
+            packed = import_weight(
+                cast(Mapping[str, Any], self.source.config), tensors, self.act, name=self.source.module
+            )
+            packed = without_zero_bias(packed)
+            return packed.part(self.share.part(packed.spec, self.matrices))
         given = dict(tensors)
-        about = given.pop(EXTRA_STATE[1:])
-        check_same(read_spec(about), read_spec(cast(Tensor, self.about)))
-        spec = replace(read_spec(about), act=act)
-        if spec.bias:
-            given[BIAS] = torch.zeros(spec.slot(BIAS).shape, dtype=TORCH[spec.out_dtype], device=about.device)
-        return without_zero_bias(PackedWeight.from_state_dict({**given, SPEC: about}, spec))
+        check_same(read_spec(given.pop(_ABOUT)), read_spec(cast(Tensor, self.source.about)))
+        spec = self.spec() if self.is_sliced else self.whole
+        packed = PackedWeight.from_state_dict({**given, SPEC: write_spec(spec)}, spec)
+        return packed if self.is_sliced else packed.part(self.part)
 
 
 def _with_bias(layer: LowbitLinear, bias: Tensor) -> LowbitLinear:
@@ -170,18 +258,22 @@ def _with_bias(layer: LowbitLinear, bias: Tensor) -> LowbitLinear:
     return LowbitLinear(spec, {**layer.packed, BIAS: bias[: layer.out_features]})
 
 
-def rows_of(weights: Mapping[str, PackedWeight], share: Share) -> Rows:
-    """Returns the layer that the weights of modules make, or the part of it that this process has.
+def shares_of(sources: Sequence[Source], share: Share, act: Act) -> list[SharedSource]:
+    """Returns the shares of a process in the modules of a layer, from top to bottom; one module may be all matrices."""
+    fused = len(sources) < len(share.rows)
+    slices = [slice(None)] if fused else [slice(i, i + 1) for i in range(len(share.rows))]
+    return [source.shared(share, matrices, act) for source, matrices in zip(sources, slices, strict=True)]
+
+
+def rows_of(weights: Mapping[str, PackedWeight]) -> Rows:
+    """Returns the layer that the weights of modules make.
 
     weights   by the names of the modules, from top to bottom
     """
     parts: list[LowbitLinear] = []
-    fused = len(weights) < len(share.rows)
-    for (module, packed), rows in zip(weights.items(), [sum(share.rows)] if fused else share.rows, strict=True):
+    for module, packed in weights.items():
         with naming(module):
-            if fused and packed.spec.n > rows:  # its parts are those of each matrix
-                raise PackError("fused layers can't be split over processes; save the model without fuse")
-            parts.append(LowbitLinear.from_packed(share.of(packed, rows)))
+            parts.append(LowbitLinear.from_packed(packed))
     return Rows(parts)
 
 
