@@ -101,6 +101,11 @@ def write(name: str, format: str, folder: Path) -> dict[str, Tensor]:
     their dense values by their names in the files."""
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(MODELS[name]()).save_pretrained(folder)
+    return rewrite(folder, format)
+
+
+def rewrite(folder: Path, format: str) -> dict[str, Tensor]:
+    """Quantizes a dense model in a folder; returns what `write` does."""
     config, quantized = FORMATS[format]
     state, dense = State(), dict[str, Tensor]()
     for key, t in apart(load_file(folder / "model.safetensors")).items():

@@ -10,14 +10,14 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, PackError, QuantConfig, SpecError
 from lowbit.pylib.build import driver
+from lowbit.pylib.checkpoints.registry import import_experts
 from lowbit.pylib.integrations.vllm import experts as vllm_experts
 from lowbit.pylib.integrations.vllm import startup as vllm_startup
-from lowbit.pylib.integrations.vllm.expert_sources import source_of_experts
+from lowbit.pylib.integrations.vllm.expert_sources import ExpertShare, source_of_experts
 from lowbit.pylib.integrations.vllm.experts import GATES, Experts, each_of, quantize_experts
 from lowbit.pylib.integrations.vllm.names import Names, Place
 from lowbit.pylib.integrations.vllm.rows import Rows, Share, Source, opened, quantize_rows, rows_of, shares_of
@@ -40,6 +41,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
 from pytests.models import fake_vllm, vllm_interface  # noqa: E402
+from pytests.models import test_moe_checkpoints as moe_checkpoints  # noqa: E402
 from pytests.models.vllm_answers import PROMPTS  # noqa: E402
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: docs/howto/vllm.md")
@@ -714,6 +716,145 @@ def test_experts_that_vllm_can_not_serve(methods: Any, tmp_path: Path) -> None:
         methods.expert_methods.OnLoadExperts("experts", layer, [U4, U4])
 
 
+# -- experts of other libraries
+
+
+def imported_layer(methods: Any, folder: Path, **about: Any) -> Any:
+    """Returns the experts of the second layer of another library's checkpoint, loaded."""
+    checkpoint = opened(folder)
+    modules = [module for module in checkpoint.modules if ".layers.1." in module and ".experts." in module]
+    layer = fake_vllm.RoutedExperts(3, 64, 32 if "mlp" in modules[0] else 96, **about)
+    layer.take(methods.expert_methods.SavedExperts("experts", layer, source_of_experts(checkpoint, modules)))
+    full = [name for module in modules for name in checkpoint.names_of(module).values()]
+    load_experts(layer, {name.partition(".experts.")[2]: checkpoint.tensors[name] for name in full})
+    return layer
+
+
+def by_experts(dense: Sequence[Sequence[Tensor]], x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Returns the sum of each token's experts, one by one; of each expert gate, up and down."""
+    y = torch.zeros(len(x), 64)
+    for token, number in product(range(len(x)), range(ids.shape[1])):
+        gate, up, down = (w.float() for w in dense[int(ids[token, number])])
+        h = nn.functional.silu(gate @ x[token].float()) * (up @ x[token].float())
+        y[token] += weights[token, number] * (down @ h)
+    return y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", moe_checkpoints.FORMATS)
+@pytest.mark.parametrize(("name", "leaves"), [("mixtral", "w1 w3 w2"), ("qwen3-moe", "gate_proj up_proj down_proj")])
+def test_experts_of_other_libraries(name: str, leaves: str, format: str, methods: Any, tmp_path: Path) -> None:
+    """Of one process, and of two that have half of each expert; columns in an order of their own can't be cut."""
+    written = moe_checkpoints.write(name, format, tmp_path)
+    path = next(key for key in written if ".layers.1." in key and ".experts." in key).partition(".experts.")[0]
+    dense = [[written[f"{path}.experts.{number}.{leaf}"] for leaf in leaves.split()] for number in range(3)]
+    x, weights, ids = chosen()
+    ids = ids % 3
+    expected = by_experts(dense, x, weights, ids)
+    assert close(imported_layer(methods, tmp_path)(x, weights, ids), expected)
+    if "order" in format and name == "mixtral":  # the other has one group in down
+        with pytest.raises(PackError, match="experts: columns of a permuted weight can't be cut"):
+            imported_layer(methods, tmp_path, rank=0, count=2)
+        return
+    halves = [imported_layer(methods, tmp_path, rank=rank, count=2)(x, weights, ids).float() for rank in (0, 1)]
+    assert close(sum(halves), expected) and not close(halves[0], expected)  # type: ignore[arg-type]
+
+
+def test_experts_of_which_some_have_zeros(tmp_path: Path) -> None:
+    """All of them get zeros, and keep their values."""
+    moe_checkpoints.write("qwen3-moe", "gptq", tmp_path)
+    checkpoint = opened(tmp_path)
+    modules = [module for module in checkpoint.modules if ".layers.1." in module and ".experts." in module]
+    source = source_of_experts(checkpoint, modules)
+    path = modules[0].partition(".experts.")[0]
+    tensors = {
+        kind: torch.stack([checkpoint.tensors[f"{path}.experts.{number}.{kind}"] for number in range(3)])
+        for kind in source.tensors
+    }
+    tensors["down_proj.qzeros"][1] = 0x77777777  # the middle of all codes: no zeros
+    share = ExpertShare(GATES["silu"], "bf16", 0, 1)
+    _, down = source.weights(tensors, share)
+    one = {kind.partition(".")[2]: t[1] for kind, t in tensors.items() if kind.startswith("down_proj.")}
+    alone = lowbit.import_weight(checkpoint.quantization_config, one, "bf16")
+    assert alone.spec.zeros == "none" and down.spec.zeros == "int" and down.spec.experts == 3
+    assert torch.equal(each_of(down)[1].dequantize(), alone.dequantize())
+
+
+def test_experts_of_other_libraries_that_are_refused(methods: Any, tmp_path: Path) -> None:
+    moe_checkpoints.write("qwen3-moe", "gptq", tmp_path)
+    checkpoint = opened(tmp_path)
+    with pytest.raises(SpecError, match=r"q_proj: of other libraries lowbit knows experts by names such as experts\.0"):
+        source_of_experts(checkpoint, ["model.layers.1.self_attn.q_proj"])
+    modules = ["model.layers.1.mlp.experts.0.down_proj", "model.layers.1.mlp.experts.1.down_proj"]
+    moe_checkpoints.edit(
+        tmp_path, lambda state: {k: t[:, :8] if k == f"{modules[1]}.scales" else t for k, t in state.items()}
+    )
+    opened.cache_clear()
+    with pytest.raises(SpecError, match=r"down_proj\.scales is .*, and .*1\.down_proj\.scales .*; leave experts dense"):
+        source_of_experts(opened(tmp_path), modules)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_experts_of_gpt_oss(processes: int, methods: Any) -> None:
+    """Codes and scales that the class of the model cuts into groups of 32, of which the last process has fewer."""
+    torch.manual_seed(1)
+    config, inner = {"quant_method": "mxfp4"}, 192
+    sizes = {"w13": (2 * inner, 64), "w2": (64, inner)}
+    whole = {
+        name: {
+            "blocks": torch.randint(256, (4, rows, columns // 32, 16), dtype=torch.uint8),
+            "scales": torch.randint(118, 122, (4, rows, columns // 32), dtype=torch.uint8),
+            "bias": torch.randn(4, rows).bfloat16(),
+        }
+        for name, (rows, columns) in sizes.items()
+    }
+    x, weights, ids = chosen()
+    dense = {name: [w.dequantize() for w in import_experts(config, t, "bf16")] for name, t in whole.items()}
+    expected = torch.zeros(6, 64)
+    for token, number in product(range(6), range(2)):
+        expert = int(ids[token, number])
+        h = dense["w13"][expert] @ x[token].float() + whole["w13"]["bias"][expert].float()
+        a = ACTIVATION["swiglu_oai"](h[0::2], h[1::2])
+        expected[token] += weights[token, number] * (dense["w2"][expert] @ a + whole["w2"]["bias"][expert].float())
+    some = -(-inner // 32 // processes) * 32
+    parts: list[Tensor] = []
+    for rank in range(processes):
+        layer = fake_vllm.RoutedExperts(4, 64, inner, "swigluoai", rank, processes)
+        layer.moe_config.has_bias = True
+        layer.take(methods.expert_methods.GptOssExperts("experts", layer, config))
+        rows, columns = slice(2 * rank * some, 2 * (rank + 1) * some), slice(rank * some, (rank + 1) * some)
+        groups = slice(columns.start // 32, columns.stop // 32)
+        tensors = {
+            "w13_weight": whole["w13"]["blocks"].flatten(2)[:, rows],
+            "w13_weight_scale": whole["w13"]["scales"][:, rows],
+            "w13_bias": whole["w13"]["bias"][:, rows],
+            "w2_weight": whole["w2"]["blocks"][:, :, groups].flatten(2),
+            "w2_weight_scale": whole["w2"]["scales"][..., groups],
+            "w2_bias": whole["w2"]["bias"] * (rank == 0),
+        }
+        fake_vllm.load(layer, tensors)
+        parts.append(layer(x, weights, ids).float())
+    assert close(sum(parts), expected)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("on_load", [False, True])
+def test_vllm_reads_the_weight_of_a_layer(on_load: bool, methods: Any, tmp_path: Path) -> None:
+    """As MLA does with kv_b_proj: by a matmul with the identity, for layers that are none of its own dense ones."""
+    model = saved(tmp_path)
+    if on_load:
+        layer = fake_vllm.Linear(methods.OnLoadLinear("layer", [U4]), 64, (32,))
+        fake_vllm.load(layer, {"weight": torch.randn(32, 64).bfloat16()})
+    else:
+        layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path, QKV[1:2])), 64, (32,))
+        fake_vllm.load(layer, tensors_for(tmp_path, QKV[1:2])[0])
+        assert torch.equal(layer.lowbit(torch.eye(64).bfloat16()).T, layer_of(model, "k_proj").dequantize())
+    assert not isinstance(layer.quant_method, fake_vllm.UnquantizedLinearMethod)
+    weight = layer.quant_method.apply(layer, torch.eye(64).bfloat16(), bias=None).T
+    assert torch.equal(weight, layer.quant_method.dequantize_weight(layer))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("activation", GATES)
 def test_gates_and_biases_of_experts(activation: str) -> None:
@@ -824,9 +965,11 @@ def answers(folder: Path, fails: bool = False, **arguments: Any) -> Any:
 
 
 @torch.no_grad()
-def check(folder: Path, found: Any, adapter: Path | None = None) -> None:
+def check(
+    folder: Path, found: Any, adapter: Path | None = None, options: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """vLLM and transformers differ by the rounding of bf16: in how likely tokens are, and where two are as likely."""
-    model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder), list[Tensor]()
+    model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder, **options), list[Tensor]()
     if adapter is not None:
         model.load_adapter(adapter)
     for prompt, tokens in zip(PROMPTS, found["tokens"]):
@@ -957,3 +1100,20 @@ def test_what_can_not_be_quantized_on_loading(config: LowbitConfig, message: str
     serving = import_module("lowbit.pylib.integrations.vllm.config").LowbitServing(config)
     with pytest.raises(SpecError, match=message):
         serving.maybe_update_config(str(dense_model(tmp_path, "llama")))
+
+
+@needs_vllm
+@pytest.mark.parametrize("processes", [1, 2])
+def test_another_librarys_experts(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_VLLM", "1")
+    folder = dense_model(tmp_path, "qwen3-moe")
+    moe_checkpoints.rewrite(folder, "gptq")
+    found = answers(folder, tensor_parallel_size=processes)
+    check(folder, found, options={"quantization_config": LowbitConfig(from_checkpoint=True)})
+    assert set(found["kinds"]) >= {"SavedExperts", "SavedLinear"}
+
+
+@needs_vllm
+def test_two_processes_with_fused_layers(tmp_path: Path) -> None:
+    folder = low_bit_model(tmp_path, "llama", fuse=True)
+    check(folder, answers(folder, tensor_parallel_size=2))

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.registry import import_experts
 from lowbit.pylib.integrations.vllm.expert_sources import ExpertShare, ExpertsSource
 from lowbit.pylib.integrations.vllm.experts import GATES, LEAVE_DENSE, Experts, gated, quantize_experts, stacked
@@ -237,7 +238,7 @@ class GptOssExperts(ExpertsMethod):
         **_: Any,
     ) -> None:
         """Creates codes, scales and biases, on meta."""
-        self.act = ACTS[params_dtype]
+        self.act: Act = ACTS[params_dtype]
         whole = intermediate_size_per_partition * self.moe.tp_size
         inner = -(-whole // _GROUP // self.moe.tp_size) * _GROUP  # the last process may have fewer, and zeros
         for name, rows, columns in (("w13", 2 * inner, hidden_size), ("w2", hidden_size, inner)):
