@@ -71,6 +71,7 @@ FILES: Mapping[str, Callable[[Entries], Entries]] = {
     "quantize_config.json": lambda entries: {"quant_method": "gptq", **entries},  # AutoGPTQ
     "quant_config.json": _of_awq,
     "hf_quant_config.json": _of_modelopt,
+    "quanto_qmap.json": lambda entries: {"quant_method": "quanto", "qmap": entries},
 }
 """Files that describe a quantization, each with what makes a quantization_config of it."""
 

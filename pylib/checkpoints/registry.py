@@ -25,6 +25,8 @@ from lowbit.pylib.checkpoints.formats import (
     hqq,
     mlx,
     modelopt,
+    quanto,
+    quark,
     spqr,
     torchao,
 )
@@ -48,11 +50,26 @@ FORMATS: dict[str, Format] = {
     "modelopt": modelopt.FORMAT,
     "mxfp4": gpt_oss.FORMAT,
     "mxfp8": fp8.FORMAT,
+    "quanto": quanto.FORMAT,
+    "quark": quark.FORMAT,
     "spqr": spqr.FORMAT,
     "torchao": torchao.FORMAT,
 }
 FORMATS |= {"intel/auto-round": auto_round.FORMAT}
 FORMATS |= {f"modelopt_{kind}": modelopt.FORMAT for kind in ("fp4", "mxfp8", "mixed")}
+
+REFUSED = {
+    **dict.fromkeys(("aqlm", "vptq", "quip", "quip_sharp"), "its codes stand for vectors of several weights"),
+    "exl2": "it mixes widths of codes within a matrix",
+    "exl3": "its codes are a path through a trellis",
+    "higgs": "its codes stand for vectors of rotated weights",
+    "fp_quant": "it rotates what goes into layers at each call",
+    "sinq": "it scales the columns of a matrix as well as its groups",
+    "eetq": "its weights lie in the order of a kernel that is not published with them",
+    "gguf": "a GGUF file is loaded by lowbit.from_gguf, or lowbit.load_gguf",
+    "qqq": "its weights are quantized twice, to 8 and then to 4 bits",
+}
+"""Methods that can't be read, with the reason."""
 
 
 def format_of(quantization_config: Mapping[str, Any]) -> Format:
@@ -64,7 +81,8 @@ def format_of(quantization_config: Mapping[str, Any]) -> Format:
     config = cast(object, quantization_config)
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if not isinstance(method, str) or method not in FORMATS:
-        raise CheckpointError(f"quant_method={method!r} can't be imported; what can is {', '.join(FORMATS)}")
+        why = f", as {REFUSED[method]}" if isinstance(method, str) and method in REFUSED else ""
+        raise CheckpointError(f"quant_method={method!r} can't be imported{why}; what can is {', '.join(FORMATS)}")
     check_config(quantization_config, FORMATS[method].entries)
     return FORMATS[method]
 

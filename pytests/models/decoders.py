@@ -97,6 +97,88 @@ def awq(config: dict[str, Any], t: State) -> Decoded:
     return affine(codes, each(t["scales"].T, (n, k), 1, size), each(zeros, (n, k), 1, size))
 
 
+def awq_of_kernels(config: dict[str, Any], t: State) -> Decoded:
+    """Code by code, from what AutoAWQ's functions say of each."""
+    version = config["version"]
+    if version == "gemm":
+        return awq(config, t)
+    if version == "gemv":
+        k = t["qweight"].shape[1] * 8
+        groups = k // config["group_size"]
+        scales, zeros = t["scales"][:, :groups], stream(t["qzeros"], 4, groups)
+        return _with_blocks(stream(t["qweight"], 4, k), scales.astype(np.float64), zeros, {})
+    return _gemv_fast(config, t) if version == "gemv_fast" else _marlin(t["qweight"], t["scales"])
+
+
+def _gemv_fast(config: dict[str, Any], t: State) -> Decoded:
+    n, k = len(t["qweight"]) * 4, t["qweight"].shape[1]
+    flat = stream(t["qweight"], 4, 4 * k).reshape(n // 4, k // 64, 4, 64)
+    codes = np.empty((n, k), np.int64)
+    for row, column in np.ndindex(n, k):
+        eights, rest = divmod(column % 32, 8)  # packed as [0, 1, 8, 9, 16, 17, 24, 25], [2, 3, ..., of 32
+        place = (rest // 2) * 8 + eights * 2 + rest % 2
+        place = place // 8 * 8 + (0, 2, 4, 6, 1, 3, 5, 7).index(place % 8)  # and in eights even ones before odd ones
+        codes[row, column] = flat[row // 4, column // 64, row % 4, column % 64 // 32 * 32 + place]
+    scales, offsets = (each(t[name].T, (n, k), 1, config["group_size"]) for name in ("scales", "qzeros"))
+    return affine(codes, scales, 0.0, offsets)
+
+
+def _marlin(packed: Array, scales: Array) -> Decoded:
+    """A lane of a warp takes rows 2 i, 2 i + 1 and those eight below of its column and of that eight further right."""
+    k, n = len(packed) * 16, packed.shape[1] // 2
+    words, codes = packed.reshape(k // 16, n // 64, 32, 4).view(np.uint32), np.empty((n, k), np.int64)
+    for i, j, lane, tile, nibble in np.ndindex(k // 16, n // 64, 32, 4, 8):
+        number = (0, 2, 4, 6, 1, 3, 5, 7)[nibble]
+        row = 2 * (lane % 4) + number % 2 + 8 * (number % 4 // 2)
+        column = 64 * j + 16 * tile + lane // 4 + 8 * (number // 4)
+        codes[column, 16 * i + row] = words[i, j, lane, tile] >> np.uint32(4 * nibble) & np.uint32(15)
+    size = 32 if len(scales) == 1 else 64
+    places = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+    places = places if size == 32 else [i + 8 * j for i in range(8) for j in range(8)]
+    ordered = np.empty_like(scales)
+    for start in range(0, n, size):
+        ordered[:, start + np.array(places)] = scales[:, start : start + size]
+    return _with_blocks(codes - 8, ordered.T.astype(np.float64), None, {})
+
+
+def quanto(config: dict[str, Any], t: State) -> Decoded:
+    scale = t["weight._scale"].astype(np.float64)
+    if "weight._data" in t:
+        data = t["weight._data"]
+        return affine(e4m3(data) if data.dtype == np.uint8 else data.astype(np.float64), scale)
+    packed, n = t["weight._data._data"], len(t["bias"])
+    bits = 8 * len(packed) // len(scale)
+    codes = np.concatenate([packed >> bits * part & ((1 << bits) - 1) for part in range(8 // bits)])
+    value, size = affine(codes, scale, 0.0, -t["weight._shift"].astype(np.float64))
+    return value.reshape(n, -1), size.reshape(n, -1)
+
+
+def quark(config: dict[str, Any], t: State) -> Decoded:
+    scheme, weight, scales = config["global_quant_config"]["weight"], t["weight"], t["weight_scale"]
+    dtype = scheme["dtype"]
+    if dtype.startswith(("fp4", "fp6")):
+        bits, exponent = int(dtype[2]), int(dtype[5]) if dtype[2] == "6" else 2
+        codes = stream(weight, bits, weight.shape[1] * 8 // bits)
+        return _with_blocks(small_float(codes, exponent, bits - 1 - exponent), e8m0(scales), None, {})
+    if dtype == "fp8_e4m3":
+        return fp8({}, {"weight": weight, "weight_scale": scales.reshape(-1, 1)})
+    codes, zeros = (_quark_integers(t[name], dtype, config) for name in ("weight", "weight_zero_point"))
+    if scheme["qscheme"] == "per_group":
+        return _with_blocks(codes.T, scales.T.astype(np.float64), zeros.T, {})
+    return affine(codes, scales.reshape(-1, 1).astype(np.float64), zeros.reshape(-1, 1))
+
+
+def _quark_integers(packed: Array, dtype: str, config: dict[str, Any]) -> Array:
+    if dtype.endswith("8"):
+        return packed.astype(np.int64)
+    rows = np.atleast_2d(packed)
+    codes = stream(rows, 4, rows.shape[1] * 8)
+    if config["export"]["pack_method"] == "reorder":
+        codes = codes[:, [8 * (i // 8) + (0, 2, 4, 6, 1, 3, 5, 7).index(i % 8) for i in range(codes.shape[1])]]
+    codes = np.where(codes > 7, codes - 16, codes) if dtype == "int4" else codes
+    return codes.reshape(*packed.shape[:-1], -1)
+
+
 def auto_round(config: dict[str, Any], t: State) -> Decoded:
     config = {**config, **next(iter(config.get("extra_config", {}).values()), {})}
     if config["packing_format"].endswith("awq"):
@@ -245,7 +327,7 @@ def torchao(config: dict[str, Any], t: State) -> Decoded:
 
 DECODERS: dict[str, Callable[[dict[str, Any], State], Decoded]] = {
     "auto-round": auto_round,
-    "awq": awq,
+    "awq": awq_of_kernels,
     "bitnet": bitnet,
     "bitsandbytes": bitsandbytes,
     "compressed-tensors": compressed_tensors,
@@ -257,6 +339,8 @@ DECODERS: dict[str, Callable[[dict[str, Any], State], Decoded]] = {
     "modelopt": modelopt,
     "mxfp4": mxfp4,
     "mxfp8": fp8,
+    "quanto": quanto,
+    "quark": quark,
     "spqr": spqr,
     "torchao": torchao,
 }

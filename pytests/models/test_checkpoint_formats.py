@@ -26,11 +26,11 @@ from lowbit import CheckpointError
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints import unpack
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
-from lowbit.pylib.checkpoints.registry import FORMATS, format_of
+from lowbit.pylib.checkpoints.registry import FORMATS, REFUSED, format_of
 from lowbit.pylib.weights.packed import PackedWeight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
-REFUSED = {
+UNREADABLE = {
     "hqq-4-axis-0": "axis=0: groups must lie along k",
 }
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
@@ -47,7 +47,7 @@ def weights(name: str, device: str = "cpu") -> Iterator[tuple[PackedWeight, Tens
             yield checkpoint.load(module, device=device), expected[f"{module}.weight"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNREADABLE])
 def test_values_are_those_of_the_library(name: str) -> None:
     found = list(weights(name))
     assert found
@@ -55,13 +55,13 @@ def test_values_are_those_of_the_library(name: str) -> None:
         assert torch.equal(w.dequantize().to(expected.dtype), expected)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNREADABLE)
 def test_what_can_not_be_imported(name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"model.safetensors: model.layers.0.*: {REFUSED[name]}"):
+    with pytest.raises(CheckpointError, match=f"model.safetensors: model.layers.0.*: {UNREADABLE[name]}"):
         list(weights(name))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNREADABLE])
 def test_layers_run(name: str) -> None:
     for w, _ in weights(name):
         x = reference.random_inputs(w.spec, 3)[0]
@@ -130,7 +130,7 @@ def test_kernels_of_a_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNREADABLE])
 def test_import_on_a_gpu(name: str) -> None:
     """Weights are unpacked and packed where they go, and are the same there."""
     on_gpu = [w for w, _ in weights(name, "cuda")]
@@ -262,7 +262,7 @@ def read(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Packe
 
 SEEN_OTHERWISE = {("ct-nvfp4", "weight_global_scale"), ("torchao-int4", "_weight_zero_point")}
 """What is left of these is of another kind, and wrong as that."""
-DROPPED = [(name, short) for name in NAMES if name not in REFUSED for short in parts(name)[1]]
+DROPPED = [(name, short) for name in NAMES if name not in UNREADABLE for short in parts(name)[1]]
 
 
 @pytest.mark.parametrize(("name", "lost"), DROPPED)
@@ -339,6 +339,10 @@ CONTRADICTIONS = [
     ("gptq-4", {"dynamic": {"+:x": {"bits": 3, "group_size": 64}}, "group_size": 128}, "scales .* in groups of 128"),
     ("gptq-4", {"dynamic": {"+:x": {"bits": 3}}, "bits": 8}, "are not k=128 codes of 8 bits"),
     ("awq", {"zero_point": False}, "has zero_point=False, so that all zeros are 8, but they go from"),
+    ("awq-gemv", {"group_size": 16}, r"scales \[64, 16\] don't fit 64 x 128 in groups of 16"),
+    ("awq-gemv", {"group_size": 0}, "group_size=0; it must be positive, or -1 for rows"),
+    ("awq-marlin", {"group_size": 32}, r"qweight \[8, 128\] and scales \[2, 64\] don't fit Marlin's layout"),
+    ("quark-int8-group", {"global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_group"}}}, "of None"),
     ("ct-int8", {"weights": {"strategy": None, "group_size": 64}}, "strategy='group' with groups or blocks of 64"),
     ("bnb-nf4", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4', but there is weight.quant_state.*nf4"),
     ("ct-pack-4-asym", {"weights": {"symmetric": True}}, "symmetric=True, so that all zeros are 8, but they go"),
@@ -551,12 +555,102 @@ VLLM = {
 def test_every_method_that_others_know_is_read_or_refused_by_its_name() -> None:
     auto = pytest.importorskip("transformers.quantizers.auto")
     theirs = {name.removesuffix("_4bit").removesuffix("_8bit") for name in auto.AUTO_QUANTIZER_MAPPING} - {"lowbit"}
-    known = theirs | VLLM | {"eetq", "exl2", "exl3", "quip", "intel/auto-round"}
+    known = theirs | VLLM | {"exl2", "exl3", "quip", "quip_sharp", "qqq", "intel/auto-round"}
     for method in known - FORMATS.keys():
-        with pytest.raises(CheckpointError, match=f"quant_method='{method}' can't be imported; what can is"):
+        why = f", as {REFUSED[method]}" if method in REFUSED else ""
+        message = f"quant_method='{method}' can't be imported{why}; what can is auto-round, "
+        with pytest.raises(CheckpointError, match=re.escape(message)):
             format_of({"quant_method": method})
     assert all(format_of({"quant_method": method}) for method in FORMATS)
-    assert known >= FORMATS.keys() - {"mlx"}
+    assert known >= FORMATS.keys() - {"mlx"} and known >= REFUSED.keys()
+
+
+FORMAT_VALUES: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
+    ("gptq-4-sym", "checkpoint_format", ("gptq", "gptq_v2", "ipex", "marlin"), ("bitblas", "qqq", "gptq_p2", "gguf")),
+    ("awq", "version", ("gemm", "gemv", "gemv_fast", "marlin", "exllama", "exllamav2", "ipex"), ("llm-awq", "qbits")),
+    (
+        "ct-pack-4",
+        "format",
+        (
+            *("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
+            *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized"),
+        ),
+        ("dense", "sparse-bitmask", "sparse-24-bitmask", "marlin-24"),
+    ),
+    (
+        "modelopt-fp8",
+        "quant_algo",
+        ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
+        ("W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ", "INT8_SQ", "W8A8_SQ_PER_CHANNEL", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8"),
+    ),
+    (
+        "auto-round-4",
+        "packing_format",
+        ("auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq", "auto_round:exllamav2"),
+        ("auto_round:fp8", "auto_round:llm_compressor", "auto_round:nv_fp4", "auto_round:mx_fp4", "llm_compressor"),
+    ),
+    ("bnb-nf4", "bnb_4bit_quant_type", ("nf4", "fp4"), ("af4", "int4")),
+    ("mlx-4", "mode", ("affine",), ("mxfp4", "mxfp8", "nvfp4")),
+    ("fp8-block", "fmt", ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")),
+]
+"""Entries that say how a library packs weights: a fixture, the entry, values of it that can be read, and others. These
+are the values of GPTQModel 7, AutoAWQ 0.2, compressed-tensors 0.20, ModelOpt 0.40, AutoRound 0.16 and mlx-lm."""
+
+
+@pytest.mark.parametrize(("name", "entry", "known", "others"), FORMAT_VALUES, ids=lambda value: str(value)[:20])
+def test_every_format_that_others_know_is_read_or_refused_by_its_name(
+    name: str, entry: str, known: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """A layout of another name finds other tensors than it has, or reads them; it is not an unknown name."""
+    config, tensors = parts(name)
+
+    def what_is_wrong(value: str) -> str:
+        try:
+            read(name, config | {entry: value}, tensors)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    assert what_is_wrong(config.get(entry, known[0])) == ""
+    for value in others:
+        assert f"{entry}='{value}'" in what_is_wrong(value)
+    for value in known:
+        assert f"{entry}='{value}'; " not in what_is_wrong(value)
+
+
+def test_formats_of_transformers() -> None:
+    """The values that transformers has for AWQ are among those above."""
+    configs = pytest.importorskip("transformers.utils.quantization_config")
+    (versions,) = ({*known, *others} for _, entry, known, others in FORMAT_VALUES if entry == "version")
+    assert {one.value for one in configs.AwqFormat} <= versions
+
+
+def test_gptq_in_the_layout_of_marlin() -> None:
+    """AutoGPTQ's names of the tensors that AutoAWQ calls qweight and scales; its files have a workspace as well."""
+    config, tensors = parts("awq-marlin")
+    right = read("awq-marlin", config, tensors)
+    given = {"B": tensors["qweight"], "s": tensors["scales"], "bias": tensors["bias"], "workspace": torch.zeros(64)}
+    for entry in ({"checkpoint_format": "marlin"}, {"is_marlin_format": True}):
+        found = lowbit.import_weight({"quant_method": "gptq", "bits": 4, "group_size": 64, **entry}, given)
+        assert torch.equal(found.dequantize(), right.dequantize())
+    with pytest.raises(CheckpointError, match=r"B \[8, 128\] and s \[2, 64\] don't fit Marlin's layout in gro"):
+        lowbit.import_weight({"quant_method": "gptq", "group_size": 32, "checkpoint_format": "marlin"}, given)
+
+
+def test_quanto_says_its_type_in_a_file_of_its_own(tmp_path: Path) -> None:
+    config, tensors = parts("quanto-qint4")
+    changed("quanto-qint4", tmp_path, {f"{LAYER}.bias": None})
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float16"}))
+    (tmp_path / "quanto_qmap.json").write_text(json.dumps(config["qmap"]))
+    with pytest.raises(CheckpointError, match="bias is missing, though without it nothing says n and k; pass shape="):
+        open_checkpoint(tmp_path).load(LAYER)
+    found = open_checkpoint(tmp_path).load(LAYER, shape=(24, 256))
+    assert torch.equal(found.dequantize(), read("quanto-qint4", config, tensors).dequantize())
+    shift = torch.randint(0, 16, (48, 1)).to(torch.int8)
+    whole = read("quanto-qint4", config, tensors | {"weight._shift": shift})
+    packed, scale = tensors["weight._data._data"], tensors["weight._scale"].float()
+    codes = torch.cat([packed & 15, packed >> 4]).int() - shift
+    assert torch.equal(whole.dequantize(), (scale * codes).view(24, 256))
 
 
 def test_the_page_lists_every_method() -> None:
@@ -578,6 +672,11 @@ def test_the_page_lists_every_method() -> None:
         ("mlx-4", {"mode": "mxfp4"}, "mode='mxfp4'; what can be read is 'affine'"),
         ("mlx-4", {"group_size": 32}, r"weight must be \[24, 8"),
         ("mlx-4", {LAYER: {"bits": 3, "group_size": 64}}, r"weight must be \[24, 12"),
+        ("quark-uint4", {"global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}]}}, "quantized in two stages, of"),
+        ("quark-uint4", {"global_quant_config": {"weight": {"dtype": "mx6"}}}, "dtype='mx6' can't be read; those"),
+        ("quark-uint4", {"algo_config": [{"name": "rotation", "r4": True}]}, "rotations of what goes into layers are"),
+        ("quark-uint4", {"export": {"weight_format": "fake_quantized"}}, "weight_format='fake_quantized'; what can be"),
+        ("quark-mxfp4", {"global_quant_config": {"weight": {"dtype": "fp4", "group_size": 16}}}, "scale_format=None"),
         ("mlx-4", {LAYER: {"mode": "nvfp4"}}, f"{LAYER}.mode='nvfp4'; what can be read is 'affine'"),
     ],
 )

@@ -8,7 +8,8 @@
 w[n, k] = scales[g_idx[k], n] * (code - zero). Checkpoints of format "gptq" hold zero - 1 in `bits` bits, those of
 format "gptq_v2" the zero itself. With act-order ("desc_act") the columns of a group lie apart. They are put side by
 side, and kernels are told the permutation. Without act-order g_idx may be left out. With "sym" all zeros are the middle
-code, which shows if a file is labelled with the other version. "dynamic" has other values for some modules.
+code, which shows if a file is labelled with the other version. "dynamic" has other values for some modules. Format
+"marlin" has B and s instead, of symmetric weights of 4 bits: see marlin.py. Format "ipex" is "gptq".
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import order_of, spread
 from lowbit.pylib.checkpoints.config_entries import named
+from lowbit.pylib.checkpoints.formats import marlin
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported, check_middle, integers
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
@@ -31,7 +33,9 @@ WORDS = (torch.int32, torch.int8, torch.int16, torch.int64)
 
 
 def read(module: ModuleTensors) -> Imported:
-    version = module.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    version = module.choice("checkpoint_format", ("gptq", "gptq_v2", "ipex", "marlin"), "gptq")
+    if version == "marlin" or module.config.get("is_marlin_format"):
+        return marlin.read(module, "B", "s")
     qweight, scales = module.take("qweight", WORDS, 2), module.floats("scales", 2)
     n = qweight.shape[1]
     bits, k = _bits_and_k(module, qweight)
@@ -42,7 +46,7 @@ def read(module: ModuleTensors) -> Imported:
         module.check_has("g_idx", "the quantization_config has desc_act=True")
     order = order_of(module.take("g_idx", torch.int32, 1), group) if "g_idx" in module else None
     codes = from_columns(qweight, bits, k).t()
-    zeros = _zeros(module, bits, scales, version == "gptq")
+    zeros = _zeros(module, bits, scales, version != "gptq_v2")
     check_middle(zeros, bits, _said(module, "sym") == [True], "sym=True", _other_version(zeros, bits, version))
     weight = integers(codes, bits, spread(scales.t(), group, k), spread(zeros.t(), group, k), module.bias())
     return weight.in_order(order)
@@ -95,5 +99,6 @@ def _zeros(module: ModuleTensors, bits: int, scales: Tensor, less_one: bool) -> 
 
 
 _OF_A_LAYER = named("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "pack_dtype")
-ENTRIES = {**_OF_A_LAYER, "dynamic": {"*": _OF_A_LAYER}}
-FORMAT = Format((".qweight",), (".qzeros", ".scales", ".g_idx", ".bias"), read, ENTRIES)
+ENTRIES = {**_OF_A_LAYER, **named("is_marlin_format"), "dynamic": {"*": _OF_A_LAYER}}
+_OTHERS = (".qzeros", ".scales", ".g_idx", ".bias", ".s", ".workspace")
+FORMAT = Format((".qweight", ".B"), _OTHERS, read, ENTRIES)
