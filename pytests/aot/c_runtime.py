@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from c_structs import Call, Given
 from torch import Tensor
 
 from lowbit.pylib.aot.sources import C_FOLDER
@@ -38,15 +40,20 @@ def sources() -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def library() -> ctypes.CDLL:
-    """Returns the runtime, compiled once per process."""
-    path = Path(mkdtemp(prefix="lowbit-test-")) / "liblowbit.so"
+def library_path() -> Path:
+    """Returns the file of the runtime, compiled once per process."""
+    folder = Path(mkdtemp(prefix="lowbit-test-"))
+    atexit.register(shutil.rmtree, folder)
     flags = ("-shared", "-fPIC", "-O2", "-fvisibility=hidden", *WARNINGS, f"-I{C_FOLDER}/include")
-    try:
-        subprocess.run([compiler(), *flags, *sources(), "-o", path, "-lm", "-ldl", "-pthread"], check=True)
-        loaded = ctypes.CDLL(str(path))
-    finally:
-        shutil.rmtree(path.parent)
+    path = folder / "liblowbit.so"
+    subprocess.run([compiler(), *flags, *sources(), "-o", path, "-lm", "-ldl", "-pthread"], check=True)
+    return path
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """Returns the runtime."""
+    loaded = ctypes.CDLL(str(library_path()))
     for name in ("error_text", "target", "tensor_name"):
         getattr(loaded, f"lowbit_{name}").restype = ctypes.c_char_p
     for name in ("n", "k", "outputs", "workspace_bytes", "tensor_bytes", "outlier_bytes", "expert_tile"):
@@ -65,30 +72,6 @@ class Failed(Exception):
 def check(code: int) -> None:
     if code:
         raise Failed(code)
-
-
-class Given(ctypes.Structure):
-    """lowbit_given"""
-
-    _fields_ = (("name", ctypes.c_char_p), ("type", ctypes.c_int), ("data", ctypes.c_void_p), ("count", ctypes.c_int64))
-
-
-class Call(ctypes.Structure):
-    """lowbit_call"""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("x", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("m", ctypes.c_int64),
-        ("x_rows", ctypes.c_int64),
-        ("inputs", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("workspace_bytes", ctypes.c_int64),
-        ("stream", ctypes.c_void_p),
-        ("flags", ctypes.c_uint),
-    )
 
 
 def pointers(tensors: Sequence[Tensor]) -> Any:

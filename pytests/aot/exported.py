@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ SEAL = ',\n "crc32": "'
 ELEMENTS = {0: "u8", 6: "f16", 9: "bf16"}  # CUtensorMapDataType
 SWIZZLES = (0, 32, 64, 128)  # CUtensorMapSwizzle
 Arrays = dict[str, np.ndarray]
+
+
+def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes a manifest that a test has changed, with checksums of it and of the files that are there."""
+    sizes = {name: (folder / name).read_bytes() for name in manifest["files"]}
+    files = {name: {"bytes": len(each), "crc32": f"{zlib.crc32(each):08x}"} for name, each in sizes.items()}
+    kept = {key: value for key, value in manifest.items() if key != "crc32"}
+    text = json.dumps({**kept, "files": files}, indent=1).removesuffix("\n}")
+    (folder / "manifest.json").write_text(f'{text}{SEAL}{zlib.crc32(text.encode()):08x}"\n}}\n')
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -39,37 +48,42 @@ class Exported:
         self._folder = folder
         self.manifest = read_manifest(folder)
         self.about = next(each for each in self.manifest["matmuls"] if each["name"] == name)
-        self._target = next(each for each in self.about["targets"] if each["target"] == target)
-        self._row_bytes = {each["name"]: each["row_bytes"] for each in self.about["arrays"]}
+        self.target = next(each for each in self.about["targets"] if each["target"] == target)
+        self.row_bytes = {each["name"]: each["row_bytes"] for each in self.about["arrays"]}
         self.started: list[str] = []
 
     def range_of(self, m: int) -> dict[str, Any]:
-        return next(r for r in self._target["ranges"] if r["first"] <= m and (r["last"] is None or m <= r["last"]))
+        return next(r for r in self.target["ranges"] if r["first"] <= m and (r["last"] is None or m <= r["last"]))
 
     def run(self, arrays: Arrays, m: int, x_rows: int | None = None) -> None:
         """Writes y of arrays by name, as bytes."""
         arrays = self._with_buffers(arrays, x_rows or m)
+        for number, first, rows in self.launches(m, x_rows or m):
+            self._start(number, arrays, first, rows)
+
+    def launches(self, m: int, x_rows: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the number of each kernel, its first row, and how many it has."""
         found, launched, first = self.range_of(m), 0, 0
         for number in found["prepare"]:
-            self._start(number, arrays, 0, x_rows or m)
+            yield number, 0, x_rows
         while first < m:
             launch = found["launches"][min(launched, len(found["launches"]) - 1)]
             rows = min(launch["rows"] or m, m - first)
-            self._start(launch["kernel"], arrays, first, rows)
+            yield launch["kernel"], first, rows
             launched, first = launched + 1, first + rows
 
     def dequantize(self, arrays: Arrays) -> None:
         """Writes the weight to y."""
-        self._start(self._target["dequantize"], self._with_buffers(arrays, 0), 0, 0)
+        self._start(self.target["dequantize"], self._with_buffers(arrays, 0), 0, 0)
 
     def _with_buffers(self, arrays: Arrays, rows: int) -> Arrays:
         buffers = [each for each in self.about["arrays"] if each["from"] == "buffer"]
-        size = max(kernel["workspace_bytes"] for kernel in self._target["kernels"])
+        size = max(kernel["workspace_bytes"] for kernel in self.target["kernels"])
         made = {each["name"]: np.full(rows * each["row_bytes"], 0xA5, np.uint8) for each in buffers}
         return {**arrays, **made, "workspace": np.zeros(size, np.uint8)}
 
     def _start(self, number: int, arrays: Arrays, first: int, rows: int) -> None:
-        kernel = self._target["kernels"][number]
+        kernel = self.target["kernels"][number]
         self.started.append(kernel["name"])
         Emulator((self._folder / kernel["ptx"]).read_text()).launch(
             kernel["function"],
@@ -86,7 +100,7 @@ class Exported:
         memory = arrays.get(param["from"])
         if memory is None:
             return None
-        memory = memory[first * self._row_bytes[param["from"]] :]
+        memory = memory[first * self.row_bytes[param["from"]] :]
         return tensor_map(memory, param["map"], rows) if param["kind"] == "tensor_map" else memory
 
 

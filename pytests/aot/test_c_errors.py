@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -27,7 +26,7 @@ from c_runtime import (
     library,
     pointers,
 )
-from exported import SEAL
+from exported import seal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -60,10 +59,8 @@ def folder(exported: Path, tmp_path: Path) -> Path:
 def change(folder: Path, how: Change) -> None:
     """Changes the manifest, and gives it the right checksum."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["crc32"]
     how(manifest)
-    text = json.dumps(manifest, indent=1).removesuffix("\n}")
-    (folder / "manifest.json").write_text(f'{text}{SEAL}{zlib.crc32(text.encode()):08x}"\n}}\n')
+    seal(folder, manifest)
 
 
 def fails(code: int, text: str, call: Callable[[], object]) -> None:

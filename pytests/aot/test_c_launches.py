@@ -1,0 +1,198 @@
+"""What the C runtime launches on GPUs, by a driver without a GPU that writes it down: the launches that `Exported` has,
+which the emulator has run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+from c_runtime import compiler, library_path
+from exported import Exported, blocks, read_manifest, seal
+
+import lowbit
+from lowbit.dialect.spec import MatmulSpec
+
+HERE = Path(__file__).resolve().parent
+PAGE = 256  # to a multiple of which a workspace and its buffers begin
+S = MatmulSpec
+SPECS = {
+    "usual": S(48, 256, "u4", group_size=64, zeros="int", bias=True),
+    "residual": S(32, 128, "i3", group_size=32, epilogue="residual", act="bf16"),
+    "permuted": S(32, 128, "u4", group_size=32, permuted=True),
+    "eight_bits": S(32, 128, "u4", group_size=32, compute="i8", compute_from=17),
+    "experts": S(64, 128, "u4", group_size=32, experts=2, epilogue="silu_mul"),
+    "experts_in_8_bits": S(64, 128, "u4", group_size=32, experts=2, compute="i8"),
+}
+KINDS = {"pointer": "p", "i32": "i", "tensor_map": "t"}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libcuda.so.1."""
+    folder = tmp_path_factory.mktemp("driver")
+    flags = ("-shared", "-fPIC", "-std=gnu11", "-Wall", "-Wl,-soname,libcuda.so.1")
+    subprocess.run([compiler(), *flags, HERE / "fake_cuda.c", "-o", folder / "libcuda.so.1"], check=True)
+    return folder
+
+
+class Launched:
+    """What a process has launched, and what it has printed."""
+
+    def __init__(
+        self,
+        driver: Path,
+        folder: Path,
+        rows: Sequence[int],
+        capability: int,
+        flags: int = 0,
+        device: int = 0,
+        x: int = 0,
+    ) -> None:
+        log = folder.parent / "log"
+        log.write_text("")
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "FAKE_CUDA_LOG": str(log)}
+        environment["FAKE_CUDA_CAPABILITY"] = str(capability)
+        arguments = json.dumps([str(library_path()), str(folder), device, list(rows), [x or m for m in rows], flags])
+        command = [sys.executable, str(HERE / "launch_on_fake_gpu.py"), arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        self.error = done.stderr
+        self.found = json.loads(done.stdout) if not done.returncode else None
+        *self.launches, self.closed = [json.loads(line) for line in log.read_text().splitlines()] or [None]
+
+
+def with_texts(folder: Path, to: Path) -> Path:
+    """Returns a copy of a folder in which the code of each kernel is what fake_cuda.c takes for it."""
+    copytree(folder, to)
+    manifest = read_manifest(to)
+    for target in manifest["matmuls"][0]["targets"]:
+        for kernel in target["kernels"]:
+            kinds = "".join(KINDS[param["kind"]] for param in kernel["params"])
+            for code in ("cubin", "ptx"):
+                (to / kernel[code]).write_text(f"{code}:{kernel['name']} {kinds}")
+    seal(to, manifest)
+    return to
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[tuple[str, ...], Path]:
+    """Folders that were exported, by the name of the spec and the targets."""
+    return {}
+
+
+@pytest.fixture
+def exported(tmp_path: Path, request: pytest.FixtureRequest, whole: dict[tuple[str, ...], Path]) -> Path:
+    """A folder of the spec and the targets that the test names, which it may change."""
+    if request.param not in whole:
+        name, *targets = request.param
+        lowbit.export({"it": SPECS[name]}, targets, tmp_path / "whole")
+        whole[request.param] = tmp_path / "whole"
+    return with_texts(whole[request.param], tmp_path / "texts")
+
+
+def expected(
+    folder: Path, target: str, rows: Sequence[int], x: int, calls: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yields the launches of a manifest for each number of rows, with the addresses that the arrays have."""
+    exported = Exported(folder, "it", target)
+    for m, call in zip(rows, calls):
+        arrays, x_rows = dict(call["arrays"]), x or m
+        arrays["workspace"] = -(-arrays["workspace"] // PAGE) * PAGE
+        at = arrays["workspace"] + _up(max(kernel["workspace_bytes"] for kernel in exported.target["kernels"]))
+        for each in exported.about["arrays"]:
+            if each["from"] == "buffer":
+                arrays[each["name"]], at = at, at + _up(x_rows * each["row_bytes"])
+        used = at > arrays["workspace"]
+        assert call["bytes"] >= (at - call["arrays"]["workspace"] if used else 0)
+        for number, first, count in exported.launches(m, x_rows):
+            kernel = exported.target["kernels"][number]
+            yield {
+                "kernel": f"cubin:{kernel['name']}",
+                "grid": [blocks(extent, count) for extent in kernel["grid"]],
+                "block": [kernel["threads"], 1, 1],
+                "shared": kernel["shared_bytes"],
+                "allowed": kernel["shared_bytes"],
+                "stream": 7,
+                "overlap": False,
+                "arguments": [_argument(param, arrays, exported.row_bytes, first, count) for param in kernel["params"]],
+            }
+
+
+def _up(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _argument(param: dict[str, Any], arrays: dict[str, int], row_bytes: dict[str, int], first: int, count: int) -> Any:
+    if param["kind"] == "i32":
+        return count
+    address = arrays[param["from"]] + first * row_bytes[param["from"]]
+    if param["kind"] == "pointer":
+        return address
+    about = param["map"]
+    return {
+        "type": about["type"],
+        "rank": 2,
+        "address": address,
+        "dims": [about["columns"], count],
+        "stride": about["columns"] * about["bytes"],
+        "box": about["box"],
+        "steps": [1, 1],
+        "rest": [0, about["swizzle"], about["promotion"], 0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("exported", "capability", "rows", "x"),
+    [
+        (("usual", "sm_80", "sm_90a"), 90, [1, 64, 65, 130, 5000], 0),
+        (("usual", "sm_80"), 80, [3, 70, 4000], 0),
+        (("residual", "sm_80"), 80, [70], 0),
+        (("permuted", "sm_80"), 80, [1, 300], 0),
+        (("eight_bits", "sm_80"), 80, [16, 17], 0),
+        (("experts", "sm_80"), 80, [10, 300], 5),
+        (("experts_in_8_bits", "sm_80"), 80, [10], 5),
+    ],
+    indirect=["exported"],
+)
+def test_launches(exported: Path, capability: int, rows: list[int], x: int, driver: Path) -> None:
+    run = Launched(driver, exported, rows, capability, x=x)
+    assert run.found, run.error
+    target = run.found["target"]
+    assert target == f"sm_{capability}" + "a" * (capability == 90)
+    assert run.launches == list(expected(exported, target, rows, x, run.found["calls"]))
+    assert run.closed == {"closed": True, "contexts": 0, "modules": 0}
+    assert run.found["tile"] == Exported(exported, "it", target).range_of(rows[0]).get("tile", 0)
+
+
+@pytest.mark.parametrize("exported", [("usual", "sm_80", "sm_90a")], indirect=True)
+def test_settled_weights_overlap_where_kernels_can(exported: Path, driver: Path) -> None:
+    run = Launched(driver, exported, [1, 130], 90, flags=1)
+    assert [each["overlap"] for each in run.launches] == [True, True]
+    older = Launched(driver, exported, [1], 80, flags=1)
+    assert [each["overlap"] for each in older.launches] == [False]
+
+
+@pytest.mark.parametrize("exported", [("usual", "sm_80", "sm_90a")], indirect=True)
+@pytest.mark.parametrize(
+    ("capability", "target", "code"),
+    [(80, "sm_80", "cubin"), (86, "sm_80", "cubin"), (90, "sm_90a", "cubin"), (100, "sm_80", "ptx")],
+)
+def test_which_target_a_gpu_takes(exported: Path, capability: int, target: str, code: str, driver: Path) -> None:
+    """Machine code of its generation, or PTX that runs later: never that of sm_90a elsewhere."""
+    run = Launched(driver, exported, [1], capability)
+    assert run.found and run.found["target"] == target
+    assert [each["kernel"].partition(":")[0] for each in run.launches] == [code]
+
+
+@pytest.mark.parametrize("exported", [("usual", "sm_90a")], indirect=True)
+def test_gpus_without_code(exported: Path, driver: Path) -> None:
+    older = Launched(driver, exported, [1], 80)
+    assert "no kernel in the folder runs on this GPU, sm_80; export for it as well" in older.error
+    assert "finding the GPU: invalid device ordinal (101)" in Launched(driver, exported, [1], 90, device=3).error
+    assert "m=2147483648 must be 0 to" in Launched(driver, exported, [1 << 31], 90).error
