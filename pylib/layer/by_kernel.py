@@ -127,11 +127,19 @@ def attention(
         y = reference.attention(q.unflatten(-1, (queries, columns)), keys, values, held, mask, scale)
         return y.flatten(2)
     kernel = _attention_kernel(queries, count, columns, _ELEMENTS[q.dtype], b * t, mask is not None, target)
-    masked = () if mask is None else (_aligned(mask).view(torch.int8), t * (mask.shape[0] > 1))
+    masked = () if mask is None else _rows_of(mask)
     with on_device(q.get_device()):
         y = _unwritten(q.shape, q)
         kernel.start(_aligned(q), keys, values, _word(held), y, b * t, t, length, scale, *masked)
     return y
+
+
+def _rows_of(mask: Tensor) -> tuple[Tensor, int]:
+    """Returns the bytes of a mask [b or 1, 1, t, length], and how many rows of them a sequence has: none of its own if
+    all sequences share them."""
+    if mask.shape[0] > 1 and mask.stride(0) == 0:
+        mask = mask[:1]
+    return _aligned(mask).view(torch.int8), mask.shape[2] * (mask.shape[0] > 1)
 
 
 def _served(target: str, *tensors: Tensor) -> bool:
@@ -154,7 +162,9 @@ def _word(number: Tensor) -> Tensor:
 
 def _unwritten(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Returns memory for a result of a kernel, on the current device if `like` is on a GPU."""
-    return allocate(shape, _strides(shape), like.dtype) if like.is_cuda else unwritten(shape, like.dtype)
+    if not like.is_cuda:
+        return unwritten(shape, like.dtype)
+    return allocate(tuple(shape), _strides(shape), like.dtype)  # it takes no torch.Size
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

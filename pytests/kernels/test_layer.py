@@ -4,6 +4,7 @@ those of transformers."""
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,15 @@ def test_attention_spills_no_registers(heads: Heads, parts: int) -> None:
     kernel = lower_program(program, parse_target("sm_90a"))
     used = resource_usage(kernel.ptx, kernel.target)
     assert used.spill_stores <= 64 and used.registers <= 255
+
+
+def test_memory_on_a_gpu_is_asked_for_by_tuples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function of torch that allocates takes nothing else."""
+    asked = list[tuple[object, ...]]()
+    monkeypatch.setattr(by_kernel, "allocate", lambda *given: asked.append(given))
+    like = SimpleNamespace(is_cuda=True, dtype=torch.float16)
+    by_kernel._unwritten(torch.zeros(2, 3, 4).shape, like)  # type: ignore[arg-type]
+    assert asked == [((2, 3, 4), (12, 4, 1), torch.float16)] and {type(each) for each in asked[0][:2]} == {tuple}
 
 
 # -- operators
