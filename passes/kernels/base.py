@@ -33,6 +33,8 @@ Operation = Literal[
     "permute",
     "quantize",
 ]
+OF_ONE: tuple[Operation, ...] = ("matmul", "quantized_matmul")
+"""The operations on weights that are not of several experts."""
 OF_EXPERTS: tuple[Operation, ...] = ("expert_matmul", "quantized_expert_matmul")
 """The operations on weights of several experts."""
 IN_EIGHT_BITS: tuple[Operation, ...] = ("quantized_matmul", "quantized_expert_matmul")

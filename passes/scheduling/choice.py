@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -28,12 +28,17 @@ from lowbit.passes.target import Target
 ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
 
 
+Origin = Literal["given", "measured", "like one measured", "rule"]
+"""Where a schedule comes from: a user, a table that has the very matmul, one that has a matmul like it, or the rule."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, and about how many microseconds a launch with all of its tokens takes."""
+    """A schedule, about how many microseconds a launch with all of its tokens takes, and where it comes from."""
 
     schedule: KernelSchedule
     microseconds: float
+    origin: Origin = "rule"
 
 
 class Chooser:
@@ -81,10 +86,12 @@ class Chooser:
 
     def schedule(self, token_tile: int, gpu: str | None = None, user: Sequence[Table] = ()) -> KernelSchedule:
         """Returns what `schedule_for` returns."""
+        return self.choice(token_tile, gpu, user).schedule
+
+    def choice(self, token_tile: int, gpu: str | None = None, user: Sequence[Table] = ()) -> Choice:
+        """Returns the same with where it comes from."""
         self.families(token_tile)  # raises where there are none
-        tables = [t for t in (*user, *shipped_tables()) if t.capability == self._target.capability]
-        tables.sort(key=lambda t: t.gpu != gpu)  # stable: the user's stay first among equals
-        return self.expected(token_tile, tables).schedule
+        return self.expected(token_tile, trusted_tables(self._target, gpu, user))
 
     def expected(self, token_tile: int, tables: Sequence[Table]) -> Choice:
         """Returns the choice for up to `token_tile` tokens: its own schedule, or that of a wider token tile where
@@ -139,7 +146,7 @@ class Chooser:
         spec = self._spec
         for entry in filter(None, (table.entries.get(Key.of(spec, token_tile)) for table in tables)):
             if family_of(entry.schedule).suits(spec, entry.schedule, self._target, spec):
-                return Choice(entry.schedule, entry.microseconds)
+                return Choice(entry.schedule, entry.microseconds, "measured")
         return None
 
     def _estimated(
@@ -171,7 +178,7 @@ class Chooser:
         family, s = family_of(entry.schedule), entry.schedule
         here, there = (family.predict(each, token_tile, s, target) for each in (spec, entry.key.spec))
         alike = 1 - Key.of(spec, token_tile).distance(entry.key) / REACH
-        return Choice(s, here * (entry.microseconds / there) ** alike)
+        return Choice(s, here * (entry.microseconds / there) ** alike, "like one measured")
 
     def predicted(self, token_tile: int) -> Choice:
         """Returns the rule's choice for up to `token_tile` tokens: of all families' candidates that of the least
@@ -224,6 +231,12 @@ class Chooser:
             if family.least_time(spec, token_tile, target) < below:
                 groups = family.new_groups if family in settled else family.groups
                 yield from ((family, group) for group in groups(spec, token_tile, target))
+
+
+def trusted_tables(target: Target, gpu: str | None = None, user: Sequence[Table] = ()) -> list[Table]:
+    """Returns the tables for a target, the most trusted first: those for a GPU of this name, among them the user's."""
+    tables = [t for t in (*user, *shipped_tables()) if t.capability == target.capability]
+    return sorted(tables, key=lambda t: t.gpu != gpu)  # stable: the user's stay first among equals
 
 
 def _shares_rounds(choice: Choice) -> bool:

@@ -12,6 +12,8 @@ A matmul of activations of 8 bits has their type, "compute": "i8"; one whose sca
 "fold_scales": true. A schedule of another kernel family than "decode" names its family, and has all of its fields that
 matter; one of "decode" leaves out `tokens` where they are the key's, or eight for one.
 
+A matmul of experts has "experts", n is the rows of all, and "tokens" the number of slots (`expert_choice.py`).
+
 A matmul that is not in a table is served by its nearest neighbour: of the same token tile and type of products, both
 with zeros, with scales that are codes or folded and with outliers, or both without, and decoded in the same way (so
 many bits of an integer, a float or a table). How far apart two are is a number of octaves: |log2| of the ratio of their
@@ -34,7 +36,7 @@ from lowbit.dialect.fields import in_json, integer
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelSchedule, Operation
+from lowbit.passes.kernels.base import IN_EIGHT_BITS, OF_EXPERTS, OF_ONE, KernelSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of, schedule_from_dict, schedule_to_dict
 
 REACH = 1.0  # octaves
@@ -57,7 +59,7 @@ class Key:
 
     spec    the matmul without what no schedule depends on, such as its bias and the type of y; of a codebook's the
             values are made up
-    tokens  of the token tile
+    tokens  of the token tile; of experts the number of slots
     """
 
     spec: MatmulSpec
@@ -92,7 +94,7 @@ class Key:
     def kind(self) -> tuple[object, ...]:
         """The fields that neighbours have in common."""
         s = self.spec
-        others = s.compute, s.bilevel is not None, s.outliers, s.rounds_weights(self.tokens)
+        others = s.compute, s.bilevel is not None, s.outliers, s.rounds_weights(self.tokens), s.experts > 1
         return (*_decoding(s.weight, s.act), s.zeros != "none", self.tokens, *others)
 
     def distance(self, other: Key) -> float:
@@ -173,7 +175,8 @@ class Entry:
 
 def _check_family(key: Key, schedule: KernelSchedule) -> None:
     """Raises SpecError for a schedule of a family whose kernels do not compute the matmul of a key."""
-    operation: Operation = "quantized_matmul" if key.spec.compute else "matmul"
+    operations = OF_EXPERTS if key.spec.experts > 1 else OF_ONE
+    operation = next(each for each in operations if (each in IN_EIGHT_BITS) == bool(key.spec.compute))
     family = family_of(schedule)
     if family.operation != operation:
         allowed = ", ".join(repr(each.name) for each in FAMILIES.values() if each.operation == operation)
@@ -212,6 +215,13 @@ class Table:
         found: dict[tuple[object, ...], list[Entry]] = {}
         for entry in self.entries.values():
             found.setdefault(entry.key.kind, []).append(entry)
+        return found
+
+    @cached_property
+    def by_spec(self) -> dict[MatmulSpec, list[Entry]]:
+        found: dict[MatmulSpec, list[Entry]] = {}
+        for entry in self.entries.values():
+            found.setdefault(entry.key.spec, []).append(entry)
         return found
 
     def with_entries(self, entries: Iterable[Entry]) -> Table:

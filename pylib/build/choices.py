@@ -10,6 +10,7 @@ from typing import Any
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.kernels.registry import schedule_to_dict
+from lowbit.passes.scheduling.choice import Origin
 from lowbit.passes.scheduling.tables import spelled_out
 from lowbit.passes.target import Target
 
@@ -94,6 +95,7 @@ class KernelChoices:
 
     rows     every number of rows, from 1 on, in ranges; of experts the number of slots, a row for each expert of it
     kernels  by token tile; under None the one that dequantizes
+    origins  where the schedule of each comes from (`passes.scheduling.choice.Origin`)
     few      those of the rows before the first, where these are multiplied otherwise (`MatmulSpec.compute_from`), or by
              other kernels of the same token tiles
     """
@@ -102,6 +104,7 @@ class KernelChoices:
     target: Target
     rows: tuple[Rows, ...]
     kernels: Mapping[int | None, KernelRequest]
+    origins: Mapping[int | None, Origin]
     few: KernelChoices | None = None
 
     def launches(self, m: int) -> tuple[KernelRequest, ...]:
@@ -134,7 +137,11 @@ class KernelChoices:
     def to_dict(self) -> dict[str, Any]:
         """Returns the choices in terms of JSON: `kernels` by name, and for ranges of rows the names of the launches."""
         kernels = {
-            kernel_name(token_tile): {"tokens": token_tile, "schedule": schedule_to_dict(kernel.schedule)}
+            kernel_name(token_tile): {
+                "tokens": token_tile,
+                "schedule": schedule_to_dict(kernel.schedule),
+                "origin": self.origins[token_tile],
+            }
             for token_tile, kernel in self.kernels.items()
         }
         rows = [
@@ -182,7 +189,7 @@ class KernelChoices:
         for token_tile, kernel in self.kernels.items():
             choices = {name: value for name, value in spelled_out(kernel.schedule).items() if name != "family"}
             text = ", ".join(f"{name}={value}" for name, value in choices.items()) or "no choices"
-            lines.append(f"{kernel_name(token_tile):<12} {kernel.family:<{width}}  {text}")
+            lines.append(f"{kernel_name(token_tile):<12} {kernel.family:<{width}}  {text} ({self.origins[token_tile]})")
         return "\n".join(lines)
 
 

@@ -6,22 +6,24 @@ Nothing here imports MLIR, LLVM or CUDA before a kernel has to be compiled: with
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any, cast
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelFamily, KernelRequest, KernelSchedule, Operation
-from lowbit.passes.kernels.experts.choice import most_alone, schedule_for, schedule_for_few, tiles_by_slots, tiles_of
+from lowbit.passes.kernels.experts.choice import most_alone, tiles_by_slots, tiles_of
 from lowbit.passes.kernels.permute.family import FEW_ROWS, permute_spec
 from lowbit.passes.kernels.permute.family import default_schedule as permute_schedule
 from lowbit.passes.kernels.quantize.family import default_schedule as quantize_schedule
 from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_of, request, schedule_names
 from lowbit.passes.kernels.requirements import check_compute
-from lowbit.passes.scheduling.choice import Chooser, fixed_schedule
+from lowbit.passes.scheduling.choice import Chooser, Origin, fixed_schedule
+from lowbit.passes.scheduling.expert_choice import ExpertChoice, choose_for_slots, where_choices_change
+from lowbit.passes.scheduling.tables import Table
 from lowbit.passes.target import Target
 from lowbit.pylib.build import user_tables
 from lowbit.pylib.build.choices import (
@@ -160,6 +162,7 @@ class Artifacts:
         self._vendor = vendor and not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
         self._rows = self._find_rows()
         self._requests: dict[int | None, KernelRequest] = {}
+        self._origins: dict[int | None, Origin] = {}
         self._kernels: dict[int | None, Artifact] = {}
         self._lock = threading.RLock()
 
@@ -199,22 +202,32 @@ class Artifacts:
         used = dict.fromkeys(token_tile for each in self._rows for token_tile in each.token_tiles)
         others = (None,) if self._spec.experts == 1 else ()  # no kernel dequantizes experts
         kernels = {token_tile: self.request(token_tile) for token_tile in (*used, *others)}
-        found = KernelChoices(self._spec, self._target, self._rows, kernels)
-        return found if others else self._with_few_slots(found)
+        found = KernelChoices(self._spec, self._target, self._rows, kernels, self._origins)
+        return found if others or self._schedule else self._by_slots(found)
 
-    def _with_few_slots(self, choices: KernelChoices) -> KernelChoices:
-        """Returns the choices for experts with those for few slots, a table for each schedule that these have."""
-        found, more_than_few = choices, most_alone(self._spec, self._target) + 1
-        for schedule, numbers in groupby(range(1, more_than_few + 1), self._schedule_of_slots):
-            first = next(numbers)
-            kernels = {**choices.kernels, self.token_tile(first): request(self._spec, self._target, schedule)}
-            here = replace(choices, kernels=kernels)
-            found = here.after(found, first) if first > 1 else here
-        return choices if self._schedule else found
+    def _by_slots(self, choices: KernelChoices) -> KernelChoices:
+        """Returns the choices for experts: a table for each run of slots in which every token tile has one schedule."""
+        tables = user_tables.trusted(self._target)
+        few = range(1, most_alone(self._spec, self._target) + 2)
+        firsts = {*few, *(rows.first for rows in self._rows), *where_choices_change(self._spec, tables)}
+        found, here = None, choices
+        for first in sorted(firsts):
+            choice = self._of_slots(first, tables)
+            if found is None or here.kernels[self.token_tile(first)].schedule != choice.schedule:
+                here = self._from(choices, first, tables)
+                found = here.after(found, first) if found else here
+        return found or choices
 
-    def _schedule_of_slots(self, slots: int) -> KernelSchedule:
-        """Returns the schedule for so many slots of experts."""
-        return cast(KernelSchedule, schedule_for_few(self._spec, cast(int, self.token_tile(slots)), slots, self._target))
+    def _from(self, choices: KernelChoices, first: int, tables: Sequence[Table]) -> KernelChoices:
+        """Returns choices in which every token tile has the schedule for the first of its slots from `first` on."""
+        least = {rows.token_tiles[0]: max(rows.first, first) for rows in self._rows}
+        chosen = {tile: self._of_slots(slots, tables) for tile, slots in least.items()}
+        kernels = {tile: request(self._spec, self._target, each.schedule) for tile, each in chosen.items()}
+        return replace(choices, kernels=kernels, origins={tile: each.origin for tile, each in chosen.items()})
+
+    def _of_slots(self, slots: int, tables: Sequence[Table]) -> ExpertChoice:
+        """Returns the choice for so many slots of experts."""
+        return choose_for_slots(self._spec, cast(int, self.token_tile(slots)), slots, self._target, tables)
 
     def tiles_of_given(self, first: int = 1, last: int | None = None) -> list[int]:
         """The token tiles of the rows first to last (None: without end) for which the given schedule is taken."""
@@ -244,7 +257,8 @@ class Artifacts:
         with self._lock:
             found = self._requests.get(token_tile)
             if found is None:
-                found = self._requests[token_tile] = request(self._spec_for(token_tile), self._target, self._choose(token_tile))
+                schedule, self._origins[token_tile] = self._choose(token_tile)
+                found = self._requests[token_tile] = request(self._spec_for(token_tile), self._target, schedule)
         return found
 
     def kernel(self, token_tile: int | None) -> Artifact:
@@ -256,27 +270,39 @@ class Artifacts:
                 self._kernels[token_tile] = kernel
         return kernel
 
-    def stages(self, token_tile: int | None) -> dict[str, str]:
-        """The IR of a kernel after each stage; compiles it afresh."""
-        return compile_stages(self.request(token_tile))
+    def request_for(self, m: int) -> KernelRequest:
+        """Returns the request for the first launch for m rows, or for m slots of experts."""
+        if self._spec.experts == 1 or self._schedule:
+            return self.request(self.token_tile(m))
+        choice = self._of_slots(m, user_tables.trusted(self._target))
+        return request(self._spec, self._target, choice.schedule)
+
+    def kernel_for(self, m: int) -> Artifact:
+        """The kernel of this request."""
+        token_tile = self.token_tile(m)
+        if self._spec.experts == 1 or self._schedule:
+            return self.kernel(token_tile)
+        return load(self.request_for(m), self._name(token_tile))
+
+    def stages_for(self, m: int) -> dict[str, str]:
+        """The IR of this kernel after each stage; compiles it afresh."""
+        return compile_stages(self.request_for(m))
 
     def _spec_for(self, token_tile: int | None) -> MatmulSpec:
         return self._spec if token_tile is None else self._spec.for_tokens(token_tile)
 
-    def _choose(self, token_tile: int | None) -> KernelSchedule:
+    def _choose(self, token_tile: int | None) -> tuple[KernelSchedule, Origin]:
         """The user's schedule where it is meant for this token tile, else that of a table or the rule."""
         if token_tile is None:
-            return fixed_schedule("dequantize")
+            return fixed_schedule("dequantize"), "rule"
         if self._schedule and self._is_for(self._schedule, token_tile):
-            return self._schedule
-        if (found := self._of_experts(token_tile)) is not None:
-            return found
+            return self._schedule, "given"
+        if self._spec.experts > 1:
+            first = next(rows.first for rows in self._rows if token_tile in rows.token_tiles)
+            return self._of_slots(first, user_tables.trusted(self._target))
         user = user_tables.user_tables()
-        return self._chooser.schedule(token_tile, user_tables.gpu_name(self._target, user), user)
-
-    def _of_experts(self, tile: int) -> KernelSchedule | None:
-        """The schedule for tiles of so many slots; None for a spec without experts."""
-        return schedule_for(self._spec, tile, self._target) if self._spec.experts > 1 else None
+        choice = self._chooser.choice(token_tile, user_tables.gpu_name(self._target, user), user)
+        return choice.schedule, choice.origin
 
     def _is_for(self, schedule: KernelSchedule, token_tile: int) -> bool:
         """Tells whether a schedule is for this token tile, and fits: one for folded scales may not where none are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+from lowbit.passes.scheduling.choice import trusted_tables
 from lowbit.passes.scheduling.tables import Table, read_table, shipped_tables
 from lowbit.passes.target import Target
 from lowbit.pylib.build import knobs
@@ -17,6 +18,12 @@ from lowbit.pylib.build import knobs
 def user_tables() -> tuple[Table, ...]:
     """Returns the user's tables in the order of their names. Raises SpecError where a file holds no table."""
     return tuple(map(read_table, sorted((knobs.cache_dir() / "schedules").glob("*.json"))))
+
+
+def trusted(target: Target) -> list[Table]:
+    """Returns the tables for a target and this machine's GPU, the most trusted first."""
+    user = user_tables()
+    return trusted_tables(target, gpu_name(target, user), user)
 
 
 def user_file(gpu: str) -> Path:

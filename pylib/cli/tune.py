@@ -17,6 +17,7 @@ from rich.progress import Progress as Bars
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import MOST
 from lowbit.pylib.cli.output import errors
+from lowbit.pylib.cli.spec_options import TopK
 from lowbit.pylib.cli.tune_tables import print_call, use_tables, write
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ Names = Annotated[list[str] | None, typer.Argument(help="Sizes (4096x11008), mod
 GroupSizes = Annotated[
     str, typer.Option("--group-sizes", "-g", help="Columns that share a scale; row for one scale per row.")
 ]
+Tokens = Annotated[str, typer.Option("--tokens", "-m", help="Token tiles; any numbers for experts.")]
 Preset = Annotated[
     str | None,
     typer.Option(
@@ -60,11 +62,15 @@ def tune(
     what: Names = None,
     weights: Annotated[str, typer.Option("--weights", "-w", help="Formats.")] = "u4",
     group_sizes: GroupSizes = "128",
-    tokens: Annotated[str, typer.Option("--tokens", "-m", help="Token tiles.")] = "1,8,16,32,64",
+    tokens: Tokens = "1,8,16,32,64",
     acts: Annotated[str, typer.Option(help="Types of x.")] = "f16",
     zeros: Annotated[str, typer.Option(help="Kinds of zero points.")] = "none",
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it, as x.")] = None,
     compute: Annotated[str, typer.Option(help="Types of products: none (of x), f8e4m3, f8e4m3+fold, i8.")] = "none",
+    experts: Annotated[
+        int, typer.Option("--experts", min=1, max=MOST, help="Experts that share the rows of sizes, n in all.")
+    ] = 1,
+    top_k: TopK = None,
     preset: Preset = None,
     candidates: Annotated[
         int | None, typer.Option(help="Schedules per matmul and token tile.", min=1, max=MOST)
@@ -89,6 +95,8 @@ def tune(
 
       lowbit tune 8192x8192 -m 512,1024,8192 --compute none,f8e4m3
 
+      lowbit tune Qwen3-30B-A3B -w u4 -m 1,8,64,512       experts, as those of 196608x2048 --experts 128 --top-k 8
+
       lowbit tune --preset decode --seconds 480
 
       lowbit tune --check nvidia_h200.json          how good is what a matmul gets that is not in the table?
@@ -104,11 +112,21 @@ def tune(
     if merge or stale or (check and of_tables):
         use_tables(names, merge, check, stale, jobs, output)
         return
-    work = _problems(names, preset, weights, group_sizes, tokens, acts, zeros, scale, compute)
+    work = _problems(names, preset, weights, group_sizes, tokens, acts, zeros, scale, compute, experts, top_k)
     if check:
         _check_unknown(work, Limits(candidates, seconds, jobs), output)
     else:
         _search(work, Limits(candidates, seconds, jobs), output, log)
+
+
+def _top_k(experts: int, top_k: int | None) -> int:
+    """Returns how many experts a token has. Raises SpecError where there are not so many."""
+    if experts == 1 and top_k is not None:
+        raise SpecError(f"--top-k={top_k} says how many experts a token has: give their number, --experts")
+    found = min(2, experts) if top_k is None else top_k
+    if found > experts:
+        raise SpecError(f"--top-k={top_k} must be in 1..{experts}, the experts that there are (--experts)")
+    return found
 
 
 def _problems(
@@ -121,9 +139,11 @@ def _problems(
     zeros: str,
     scale: str | None,
     compute: str,
+    experts: int = 1,
+    top_k: int | None = None,
 ) -> list[Problem]:
     """Returns the matmuls of a preset, then those of sizes, models and layers."""
-    from lowbit.pylib.tune.model_shapes import linear_sizes
+    from lowbit.pylib.tune.model_shapes import matmul_sizes
     from lowbit.pylib.tune.work import preset_problems, problems
 
     of_preset = preset_problems(preset) if preset else []
@@ -134,7 +154,8 @@ def _problems(
     groups = [None if size == "row" else _integer("--group-sizes", size) for size in _list(group_sizes)]
     tiles = [_integer("--tokens", tile) for tile in _list(tokens)]
     more = _list(acts), _list(zeros), scale, _list(compute)
-    of_sizes = problems(linear_sizes(names), _list(weights), groups, tiles, *more)
+    sizes = matmul_sizes(names, experts, _top_k(experts, top_k))
+    of_sizes = problems(sizes, _list(weights), groups, tiles, *more)
     return list(dict.fromkeys([*of_preset, *of_sizes]))
 
 

@@ -22,9 +22,11 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.experts.choice import schedule_for_few, tiles_of
+from lowbit.passes.kernels.experts.choice import tiles_of
 from lowbit.passes.kernels.registry import request
+from lowbit.passes.scheduling.expert_choice import choose_for_slots
 from lowbit.passes.target import Target
+from lowbit.pylib.build import user_tables
 from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.experts.by_kernel import permute_by_kernel
 from lowbit.pylib.runtime.cpu_experts import ALL_SLOTS, CpuExperts
@@ -135,10 +137,7 @@ class Launches:
 
     def _schedule(self, tile: int, slots: int) -> KernelSchedule:
         """The schedule for so many slots in tiles of so many, one of those that have kernels."""
-        found = schedule_for_few(self.spec, tile, slots, self._target)
-        if found is None:
-            raise SpecError(f"no kernel has tiles of {tile} slots for ({self.spec}) on {self._target}")
-        return found
+        return choose_for_slots(self.spec, tile, slots, self._target, user_tables.trusted(self._target)).schedule
 
     def _artifact(self, schedule: KernelSchedule, tile: int) -> Artifact:
         with self._lock:

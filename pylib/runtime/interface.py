@@ -66,10 +66,10 @@ class GpuRuntime:
             self._artifacts.kernel(token_tile)  # the given schedule's
 
     def kernel(self, m: int) -> Artifact:
-        return self._artifacts.kernel(self._artifacts.token_tile(m))
+        return self._artifacts.kernel_for(m)
 
     def stages(self, m: int) -> dict[str, str]:
-        return self._artifacts.stages(self._artifacts.token_tile(m))
+        return self._artifacts.stages_for(m)
 
     def choices(self) -> KernelChoices:
         return self._artifacts.choices()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, expert_matmul
 from lowbit.pylib.runtime.gpu import check_device
 from lowbit.pylib.tune import timing
 from lowbit.pylib.tune.trial import Sample, Trial, check_memory, cpu_time, rounding_on_cpu, sample
+from lowbit.pylib.weights.packed import PackedWeight
+
+_MOST_CALLS = 64
 
 
 def run_expert_trial(
@@ -77,7 +81,7 @@ def run_expert_trial(
         error=error,
         worst=worst,
         compile_time=compile_time,
-        time=None if parsed.kind == "emulator" else _time(mm, data, routing, tile),
+        time=None if parsed.kind == "emulator" else _time(mm, data, m, top_k, tile),
         bytes=data.weight.nbytes * hit // spec.experts + data.x.nbytes + y.nbytes,
     )
 
@@ -89,18 +93,46 @@ def _rounding(spec: MatmulSpec, m: int, schedule: KernelSchedule | None) -> dict
     return family_of(schedule).rounding(spec, schedule)
 
 
-def random_ids(m: int, top_k: int, experts: int) -> Tensor:
-    """Returns different experts of each token, all as likely: i64 [m, top_k], the same at each call."""
-    generator = torch.Generator().manual_seed(0)
+def random_ids(m: int, top_k: int, experts: int, seed: int = 0) -> Tensor:
+    """Returns different experts of each token, all as likely: i64 [m, top_k], the same for a seed."""
+    generator = torch.Generator().manual_seed(seed)
     return torch.rand(m, experts, generator=generator).topk(top_k).indices
 
 
-def _time(mm: ExpertMatmul, data: Sample, routing: Routing, tile: int) -> float:
+@dataclass(frozen=True)
+class Routed:
+    """Experts of tokens, ids i64 [m, top_k], and the routing that follows."""
+
+    ids: Tensor
+    routing: Routing
+
+    @property
+    def experts(self) -> Tensor:
+        """The expert of each slot."""
+        return self.ids.flatten().sort().values
+
+
+def cold_routings(weight: PackedWeight, m: int, top_k: int, tile: int) -> list[Routed]:
+    """Returns as many routings of m tokens as hit so many experts of one weight and its copies that no cache holds
+    them, on the weight's device."""
+    experts, found, read = weight.spec.experts, list[Routed](), 0
+    while len(found) < 2 or (read < timing.DEFEAT_L2_BYTES and len(found) < _MOST_CALLS):
+        ids = random_ids(m, top_k, experts, len(found))
+        found.append(Routed(ids, route(ids.to(weight.device), experts, tile)))
+        read += weight.nbytes * len(ids.unique()) // experts
+    return found
+
+
+def _time(mm: ExpertMatmul, data: Sample, m: int, top_k: int, tile: int) -> float:
     """Seconds of a call: on a GPU in a graph, with a cold cache; on a CPU from call to return."""
-    call = partial(mm, data.x, routing.rows, routing.tiles, tile=tile)
+
+    def call(weight: PackedWeight, routed: Routed) -> Tensor:
+        return mm(data.x, routed.routing.rows, routed.routing.tiles, weight.tensors, tile)
+
+    routings = cold_routings(data.weight, m, top_k, tile)
     if not data.x.is_cuda:
-        return cpu_time(partial(call, data.weight.tensors))
-    weights = timing.copies(data.weight)
-    for each in weights:  # the first call on a weight is not the fast one
-        call(each.tensors)
-    return timing.graph_time([partial(call, each.tensors) for each in weights]).median * 1e-6
+        return cpu_time(partial(call, data.weight, routings[0]))
+    calls = [partial(call, *each) for each in zip(cycle(timing.copies(data.weight)), routings)]
+    for each in calls:  # the first call on a weight is not the fast one
+        each()
+    return timing.graph_time(calls).median * 1e-6

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import did_you_mean
+
+
+class Size(NamedTuple):
+    """The size of a matmul's weight [n, k], which may be of several experts, of which a token has top_k."""
+
+    n: int
+    k: int
+    experts: int = 1
+    top_k: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,12 @@ class MixtureShape:
     model_type: str
 
     @property
+    def of_experts(self) -> dict[str, Size]:
+        """The two matrices of all experts of a layer."""
+        rows = {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}
+        return {name: Size(self.experts * n, k, self.experts, self.top_k) for name, (n, k) in rows.items()}
+
+    @property
     def config(self) -> dict[str, int]:
         """Returns the sizes by the names that a configuration of transformers gives them."""
         dense = ModelShape(
@@ -108,7 +123,7 @@ MIXTURES: Mapping[str, MixtureShape] = {
     "Mixtral-8x7B": MixtureShape(4096, 32, 8, 128, 8, 2, 14336, 32, vocabulary=32000, model_type="mixtral"),
     "tiny-moe": MixtureShape(128, 4, 2, 32, 4, 2, 64, 2, vocabulary=256, model_type="qwen3_moe"),
 }
-"""Models with experts, whose matmuls `lowbit tune` does not know."""
+"""Models with experts."""
 
 _Shape = TypeVar("_Shape")
 
@@ -128,6 +143,29 @@ def known_models(name: str, models: Iterable[str] = MODELS) -> str:
     return ", ".join(models) + did_you_mean(name, models)
 
 
+def matmul_sizes(names: Iterable[str], experts: int = 1, top_k: int = 1) -> list[Size]:
+    """Returns the sizes that names stand for, each once: the experts of a mixture ("Qwen3-30B-A3B"), one of their
+    matrices ("Qwen3-30B-A3B/down"), or what `linear_sizes` knows.
+
+    experts, top_k   of the latter
+
+    Raises SpecError for an unknown name.
+    """
+    found: list[Size] = []
+    for name in names:
+        mixture = find(name.partition("/")[0], MIXTURES)
+        others = [] if mixture else linear_sizes([name])
+        found += _of_mixture(name, mixture) if mixture else [Size(n, k, experts, top_k) for n, k in others]
+    return list(dict.fromkeys(found))
+
+
+def _of_mixture(name: str, shape: MixtureShape) -> list[Size]:
+    model, _, layer = name.partition("/")
+    if layer and layer not in shape.of_experts:
+        raise SpecError(f"shape {name!r}: the matrices of the experts of {model} are {', '.join(shape.of_experts)}")
+    return [shape.of_experts[layer]] if layer else list(shape.of_experts.values())
+
+
 def linear_sizes(names: Iterable[str]) -> list[tuple[int, int]]:
     """Returns the (n, k) that names stand for: a model ("Llama-3.1-8B", in any case), one of its layers
     ("Llama-3.1-8B/qkv"), or a size ("4096x11008"); each once. Raises SpecError for an unknown name."""
@@ -141,7 +179,8 @@ def _sizes(name: str) -> list[tuple[int, int]]:
     model, _, layer = name.partition("/")
     shape = find_model(model)
     if shape is None:
-        raise SpecError(f"shape {name!r} must be a size such as 4096x11008 or one of {known_models(model)}")
+        known = known_models(model, [*MODELS, *MIXTURES])
+        raise SpecError(f"shape {name!r} must be a size such as 4096x11008 or one of {known}")
     if layer and layer not in shape.linears:
         raise SpecError(f"shape {name!r}: the layers of {model} are {', '.join(shape.linears)}")
     return [shape.linears[layer]] if layer else list(shape.linears.values())

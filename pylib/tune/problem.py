@@ -14,10 +14,20 @@ from lowbit.pylib.build.driver import Artifact, load
 
 @dataclass(frozen=True)
 class Problem:
-    """A matmul and a token tile, for which a session looks for the fastest schedule."""
+    """A matmul and a token tile, for which a session looks for the fastest schedule.
+
+    token_tile   of experts the number of slots: of tokens times top_k
+    top_k        different experts of each token; 1 without several experts
+    """
 
     spec: MatmulSpec
     token_tile: int
+    top_k: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """The number of rows of x."""
+        return self.token_tile // self.top_k
 
     @property
     def key(self) -> Key:
@@ -31,4 +41,5 @@ class Problem:
         return load(request(spec, target, schedule), name)
 
     def __str__(self) -> str:
-        return f"{self.spec}, m = {self.token_tile}"
+        of_each = f", {self.top_k} of each token" if self.spec.experts > 1 else ""
+        return f"{self.spec}, m = {self.tokens}{of_each}"

@@ -6,12 +6,14 @@ says how early winners come.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.experts.choice import tile_for, tiles_of
 from lowbit.passes.kernels.registry import family_of
-from lowbit.passes.scheduling.choice import Chooser
+from lowbit.passes.scheduling.choice import Chooser, trusted_tables
+from lowbit.passes.scheduling.expert_choice import choose_for_slots, families_of_slots
 from lowbit.passes.scheduling.tables import Key, shipped_tables
 from lowbit.passes.target import Target
 
@@ -23,6 +25,8 @@ def candidates(spec: MatmulSpec, token_tile: int, target: Target, count: int) ->
     with other zeros, groups or act; then the best of every shape; then the rest. In each part, the least predicted
     time comes first.
     """
+    if spec.experts > 1:
+        return _candidates_of_slots(spec, token_tile, target)[:count]
     chooser = Chooser(spec, target)
     chosen = [chooser.predicted(token_tile).schedule, chooser.schedule(token_tile)]
     chosen = list(dict.fromkeys([*chosen, *same_size_entries(spec, token_tile, target)]))
@@ -39,6 +43,23 @@ def candidates(spec: MatmulSpec, token_tile: int, target: Target, count: int) ->
     return list(every)[: max(count, len(chosen))]
 
 
+def _candidates_of_slots(spec: MatmulSpec, slots: int, target: Target) -> list[KernelSchedule]:
+    """Returns the schedules for so many slots of experts, in token tiles of the size that they have in a layer.
+
+    First comes what is chosen without a search, then the rest of its family, then those of others.
+    """
+    tile = tile_for(tiles_of(spec, target), slots, spec.experts)
+    tables = ([], trusted_tables(target))
+    chosen = [choose_for_slots(spec, tile, slots, target, each).schedule for each in tables]
+    families = families_of_slots(spec, tile, target)
+    families.sort(key=lambda family: family is not family_of(chosen[0]))
+    found = list(dict.fromkeys(chosen))
+    for family in families:
+        space = family.search_space(spec, tile, target)
+        found += sorted(space, key=lambda s: family.predict(spec, tile, s, target))
+    return list(dict.fromkeys(found))
+
+
 def same_size_entries(spec: MatmulSpec, token_tile: int, target: Target) -> list[KernelSchedule]:
     """Returns the schedules that the shipped tables have for this format and size, as far as they are allowed here."""
 
@@ -52,4 +73,5 @@ def same_size_entries(spec: MatmulSpec, token_tile: int, target: Target) -> list
 
 def neighbours(spec: MatmulSpec, token_tile: int, target: Target, around: KernelSchedule) -> list[KernelSchedule]:
     """Returns the schedules that differ from `around` in one field, the most promising first."""
-    return list(family_of(around).neighbours(spec, token_tile, target, around))
+    tile = cast(Any, around).tokens if spec.experts > 1 else token_tile
+    return list(family_of(around).neighbours(spec, tile, target, around))

@@ -9,15 +9,16 @@ from typing import Any
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts.choice import tiles_of
 from lowbit.passes.scheduling.choice import Chooser, check_token_tile
 from lowbit.passes.target import Target
 from lowbit.pylib.tune import presets
-from lowbit.pylib.tune.model_shapes import linear_sizes
+from lowbit.pylib.tune.model_shapes import Size, matmul_sizes
 from lowbit.pylib.tune.problem import Problem
 
 
 def problems(
-    shapes: Iterable[tuple[int, int]],
+    shapes: Iterable[tuple[int, ...]],
     weights: Sequence[str],
     group_sizes: Sequence[int | None],
     tiles: Sequence[int],
@@ -28,24 +29,29 @@ def problems(
 ) -> list[Problem]:
     """Returns all combinations that are matmuls, the tiles of one weight next to each other.
 
+    shapes     `Size`s, or their first fields
+    tiles      token tiles; of experts numbers of tokens
     scale      of all; None: that of act
     computes   "none" for x as it is, or types of 8 bits, "f8e4m3+fold" with scales folded into weights
 
     Raises SpecError if there is none, for the reason that the first has.
     """
-    for token_tile in tiles:
-        check_token_tile(token_tile)
+    sizes = [Size(*shape) for shape in shapes]
+    if any(size.experts == 1 for size in sizes):
+        for token_tile in tiles:
+            check_token_tile(token_tile)
     found: list[Problem] = []
     refused: list[SpecError] = []
-    for (n, k), weight, group, act, zero, compute in product(shapes, weights, group_sizes, acts, zeros, computes):
+    for size, weight, group, act, zero, compute in product(sizes, weights, group_sizes, acts, zeros, computes):
         given: dict[str, Any] = {"group_size": group, "act": act, "zeros": zero, "scale": scale or act}
+        given["experts"] = size.experts
         given |= products_named(compute)
         try:
-            spec = MatmulSpec(n, k, weight, **given)
+            spec = MatmulSpec(size.n, size.k, weight, **given)
         except SpecError as error:
             refused.append(error)
             continue
-        found += [Problem(spec, token_tile) for token_tile in tiles]
+        found += [Problem(spec, token_tile * size.top_k, size.top_k) for token_tile in tiles]
     if refused and not found:
         raise refused[0]
     return found
@@ -57,7 +63,7 @@ def preset_problems(name: str) -> list[Problem]:
         problem
         for p in presets.preset(name)
         for problem in problems(
-            linear_sizes(p.shapes), p.weights, p.group_sizes, p.tiles, p.acts, p.zeros, computes=p.computes
+            matmul_sizes(p.shapes), p.weights, p.group_sizes, p.tiles, p.acts, p.zeros, computes=p.computes
         )
     ]
 
@@ -71,10 +77,18 @@ def with_kernels(work: Iterable[Problem], target: Target) -> list[Problem]:
     refused: list[SpecError] = []
     for problem in work:
         try:
-            Chooser(problem.spec, target).families(problem.token_tile)
+            _check_kernels(problem, target)
             found.append(problem)
         except SpecError as error:
             refused.append(error)
     if refused and not found:
         raise refused[0]
     return found
+
+
+def _check_kernels(problem: Problem, target: Target) -> None:
+    """Raises SpecError for a token tile, or for experts, that no family has kernels for."""
+    if problem.spec.experts > 1:
+        tiles_of(problem.spec, target)
+    else:
+        Chooser(problem.spec, target).families(problem.token_tile)

@@ -24,7 +24,7 @@ from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.dequantize.family import DequantizeSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.launch import Launch
-from lowbit.passes.scheduling.choice import TOKEN_TILES, schedule_for
+from lowbit.passes.scheduling.choice import TOKEN_TILES, Choice, schedule_for
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.choices import find_rows, rows_of_tiles
 from lowbit.pylib.build.driver import Artifact
@@ -328,12 +328,12 @@ def test_a_table_written_between_key_and_build_changes_nothing(
     """What is compiled is what the entry's key says, however often the choice would change: `lowbit tune` may write a
     table at any time, and what is stored under a wrong key is served from then on."""
     first, second = (replace(schedule_for(SPEC, 1, parse_target("sm_90a")), warps_k=k) for k in (2, 4))
-    chosen = iter((first, second))
-    monkeypatch.setattr("lowbit.pylib.build.kernels.Chooser.schedule", lambda *_: next(chosen, second))
+    chosen = iter((Choice(first, 1.0), Choice(second, 1.0)))
+    monkeypatch.setattr("lowbit.pylib.build.kernels.Chooser.choice", lambda *_: next(chosen, Choice(second, 1.0)))
     artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
     assert artifacts.kernel(1).schedule == artifacts.request(1).schedule == first
-    assert artifacts.stages(1) and artifacts.choices().kernels[1].schedule == first  # nor what is shown of it
+    assert artifacts.stages_for(1) and artifacts.choices().kernels[1].schedule == first  # nor what is shown of it
     assert [request.schedule for request in pipeline.compiled[:2]] == [first, first]
     for wanted in (first, second):  # another process, with either table
-        monkeypatch.setattr("lowbit.pylib.build.kernels.Chooser.schedule", lambda *_, s=wanted: s)
+        monkeypatch.setattr("lowbit.pylib.build.kernels.Chooser.choice", lambda *_, s=wanted: Choice(s, 1.0))
         assert Artifacts(SPEC, parse_target("sm_90a"), None).kernel(1).schedule == wanted

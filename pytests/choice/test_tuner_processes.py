@@ -25,6 +25,7 @@ from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.tune import processes as tune_processes
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Compilers, Failed, GpuProcess, kernel_id
+from lowbit.pylib.tune.search_space import candidates
 from lowbit.pylib.tune.session import LONG, SHORT
 
 
@@ -161,4 +162,56 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
     wrong = 1.0
     assert not stand.check(problem, schedule)
     wrong = math.nan
+    assert not stand.check(problem, schedule)
+
+
+def test_the_stand_with_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every launch has the slots of another routing, and a result is right where every slot is."""
+    from lowbit.pylib.tune import gpu as tune_gpu
+    from lowbit.pylib.tune import timing, trial
+
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path))
+    problem, seen, wrong_slot = Problem(MatmulSpec(4 * 64, 256, "u4", 64, experts=4), 14, 2), set[bytes](), -1
+
+    def memory(address: int, shape: tuple[int, ...]) -> Any:
+        size = 4 * math.prod(shape)
+        return np.frombuffer(ctypes.string_at(address, size), np.int32).reshape(shape)
+
+    def load(artifact: Any, spec: MatmulSpec, target: object, device: int) -> Any:
+        def function(stream: int, overlap: bool, x: int, y: int, m: int, *operands: int) -> None:
+            data, (*tensors, rows, tiles) = stand._of(problem).data, operands
+            assert overlap and m == 14 and len(tensors) == len(spec.tensors)
+            table = memory(tiles, (15, 3))
+            seen.add(table.tobytes())
+            period, result = data.expected.shape[1], np.zeros((14, 64), np.float16)
+            for expert, first, end in table[1 : 1 + table[0, 0]]:
+                columns = (expert * 64 + np.arange(64)) % period
+                result[first:end] = data.expected[memory(rows, (14,))[first:end, None] % len(data.expected), columns]
+            if wrong_slot >= 0:
+                result[wrong_slot] += 1
+            ctypes.memmove(y, result.tobytes(), result.nbytes)
+
+        return function
+
+    def graph_time(calls: Sequence[Any], *_: float, **others: float) -> timing.Timing:
+        for call in calls:
+            call()
+        return timing.Timing(3.0, 2.0, 4.0)
+
+    for name, value in (("current_device", lambda: 0), ("synchronize", lambda: None), ("empty_cache", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, z=torch.zeros, **kw: z(*a, **kw))
+    monkeypatch.setattr(torch, "empty", lambda *a, device=None, e=torch.empty, **kw: e(*a, **kw))
+    monkeypatch.setattr(trial, "sample", lambda spec, m, device, *a, s=trial.sample, **kw: s(spec, m, "cpu", *a, **kw))
+    monkeypatch.setattr(timing, "graph_time", graph_time)
+    monkeypatch.setattr(timing, "copies", lambda w, c=timing.copies: c(w, 3 * w.nbytes))
+    monkeypatch.setattr(tune_gpu, "load_matmul", load)
+    monkeypatch.setattr(tune_gpu, "current_stream", lambda device: 0)
+    stand = tune_gpu.Stand(HOPPER)
+    schedule = candidates(problem.spec, 14, HOPPER, 1)[0]
+    assert stand.time(problem, schedule, SHORT) == 3.0 and len(seen) > 10
+    assert stand.check(problem, schedule)
+    wrong_slot = 0
+    assert not stand.check(problem, schedule)
+    wrong_slot = 13
     assert not stand.check(problem, schedule)

@@ -93,7 +93,7 @@ def test_a_new_family_is_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch)
     kernel = artifacts.kernel(1)
     assert kernel.schedule == ToySchedule(2) and kernel.launch.threads == 64
     assert artifacts.choices().launches(1)[0].family == "toy" != artifacts.choices().launches(2)[0].family
-    in_one_line = " ".join(artifacts.stages(1)["lowbit"].split())
+    in_one_line = " ".join(artifacts.stages_for(1)["lowbit"].split())
     assert 'family = "toy", warps = 2}' in in_one_line
 
 
