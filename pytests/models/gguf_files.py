@@ -32,6 +32,11 @@ def blocks(name: str, rows: int, columns: int, seed: int = 0, size: float = 1 / 
         data[..., 0] = rng.integers(118, 128, data.shape[:2])
     elif name == "NVFP4":
         data[..., :4] &= 0x7F
+    elif name == "IQ1_M":  # whose scale is in the upper bits of four words
+        scales = (rng.standard_normal((rows, columns // width, 1)) * size).astype(np.float16).view(np.uint16)
+        words = np.ascontiguousarray(data[..., 48:]).view(np.uint16)
+        words = words & 0xFFF | scales >> np.array([0, 4, 8, 12], np.uint16) << np.uint16(12)
+        data[..., 48:] = words.astype(np.uint16).view(np.uint8)
     else:
         scales = (rng.standard_normal((rows, columns // width, (last - first) // 2)) * size).astype(np.float16)
         data[..., first:last] = scales.view(np.uint8)

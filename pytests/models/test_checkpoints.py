@@ -382,7 +382,7 @@ def test_unknown_methods(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "gptq-4", tmp_path, dirs_exist_ok=True)
     for method in ("quip", None, 3, ["gptq"]):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
-        with pytest.raises(CheckpointError, match=r"config.json: quant_method=.* can't be imported.*; what can is .*awq"):
+        with pytest.raises(CheckpointError, match=r"config.json: quant_method=.* can't be imported.*; what can is "):
             lowbit.open_checkpoint(tmp_path)
 
 

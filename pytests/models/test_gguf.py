@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import struct
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -22,10 +23,15 @@ from lowbit import CheckpointError, SpecError
 from lowbit.dialect.bilevel import integers_of
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints.contents import contents
+from lowbit.pylib.checkpoints.gguf import codebooks
 from lowbit.pylib.checkpoints.gguf.file import DENSE, TYPES, UNREAD, GgufFile
 
 N, K = 6, 512
 NAMES = [kind.name for kind in TYPES.values()]
+UNUSED = {"MXFP4": 1, "NVFP4": 1, "TQ1_0": 1, "IQ2_XXS": 2, "IQ2_XS": 2, "IQ2_S": 2, "IQ1_S": 2, "IQ1_M": 2}
+"""How many codes a type has no use for: -0, 3 of 0, 1 and 2, and the fourth of three magnitudes with either sign."""
+ODD_SCALES = {"IQ1_S": 8, "IQ1_M": 8, "IQ2_XXS": 16, "IQ2_XS": 16, "IQ2_S": 16, "IQ3_XXS": 16, "IQ3_S": 16}
+"""How many scales types have whose scales are odd numbers."""
 
 
 def write(path: Path, tensors: dict[str, tuple[NDArray[np.generic], Kind | None]], **metadata: str) -> GgufFile:
@@ -90,11 +96,11 @@ def test_every_code_with_every_scale(name: str, tmp_path: Path) -> None:
     expected = torch.from_numpy(gguf.quants.dequantize(data, Kind[name]))
     assert torch.equal(bits_of(w.dequantize()), bits_of(expected))
     codes = w.unpack().int().unflatten(1, (w.spec.groups, -1))
-    assert len(codes.unique()) == w.spec.dtype.codes - (name in ("MXFP4", "NVFP4", "TQ1_0"))  # no -0; codes 0, 1, 2
+    assert len(codes.unique()) == w.spec.dtype.codes - UNUSED.get(name, 0)
     if w.spec.bilevel or w.spec.scale == "e8m0":
         scales = w.unpack_scales().float()
         pairs = torch.stack([codes.float(), scales[..., None].expand(codes.shape)]).flatten(1)
-        count = integers_of(w.spec.scale).codes if w.spec.bilevel else 253
+        count = ODD_SCALES.get(name) or (integers_of(w.spec.scale).codes if w.spec.bilevel else 253)
         assert len(pairs.unique(dim=1)[0]) == len(codes.unique()) * count
     if w.spec.bilevel and w.spec.zeros == "offset":
         assert len(cast(torch.Tensor, w.unpack_offsets()).unique()) == integers_of(w.spec.scale).codes
@@ -143,13 +149,22 @@ def test_floats_stay_dense(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_types_that_can_not_be_read(tmp_path: Path) -> None:
-    columns, size = gguf.GGML_QUANT_SIZES[Kind.IQ2_XS]
-    file = write(tmp_path / "file.gguf", {"w": (np.zeros((2, size * 256 // columns), np.uint8), Kind.IQ2_XS)})
-    assert file.type_of("w") == "IQ2_XS"
-    with pytest.raises(CheckpointError, match=r"file.gguf: w: IQ2_XS can't be imported; what can is Q4_0, "):
+    columns, size = gguf.GGML_QUANT_SIZES[Kind.Q8_K]
+    file = write(tmp_path / "file.gguf", {"w": (np.zeros((2, size * 256 // columns), np.uint8), Kind.Q8_K)})
+    assert file.type_of("w") == "Q8_K"
+    with pytest.raises(CheckpointError, match=r"file.gguf: w: Q8_K can't be imported; what can is Q4_0, "):
         file["w"]
-    with pytest.raises(CheckpointError, match=r"file.gguf: w: IQ2_XS can't"):
+    with pytest.raises(CheckpointError, match=r"file.gguf: w: Q8_K can't"):
         contents(tmp_path / "file.gguf")
+
+
+def test_a_codebook_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.gguf"
+    write(path, {"w": (blocks("IQ3_S", N, K), Kind.IQ3_S)})
+    codebooks._codebook.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match="w: IQ3_S has a codebook, which is in the gguf package; pip install"):
+        lowbit.load_gguf(path)["w"]
 
 
 def test_every_type_of_the_package_has_a_name() -> None:

@@ -18,6 +18,7 @@ from lowbit.dialect.fields import choice
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.gguf.blocks import BLOCKS, BlockType
+from lowbit.pylib.checkpoints.gguf.codebooks import CODEBOOKS
 from lowbit.pylib.checkpoints.gguf.container import Entry, read_container
 from lowbit.pylib.checkpoints.gguf.super_blocks import SUPER_BLOCKS
 from lowbit.pylib.checkpoints.imported import Imported
@@ -25,12 +26,12 @@ from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import type_name
 from lowbit.pylib.weights.packed import PackedWeight
 
-TYPES: dict[int, BlockType] = BLOCKS | SUPER_BLOCKS
+TYPES: dict[int, BlockType] = BLOCKS | SUPER_BLOCKS | CODEBOOKS
 DENSE = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64}
 DENSE |= {28: torch.float64, 30: torch.bfloat16}
 """The types whose tensors are what they say."""
-UNREAD = {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 41: "Q1_0"}
-UNREAD |= {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+UNREAD = {41: "Q1_0", 4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8"}
+UNREAD |= {33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 """The types that can't be read, by number."""
 
 
