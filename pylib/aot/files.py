@@ -39,8 +39,10 @@ class Files:
         be."""
         listed = {name: {"bytes": len(each), "crc32": _crc32(each)} for name, each in self.contents.items()}
         text = _sealed({**manifest, "files": listed}).encode()
+        names = [matmul["name"] for matmul in manifest["matmuls"]]
         sizes = {MANIFEST: len(text)} | {n: len(each) for n, each in self.contents.items() if n not in self.alone}
-        written = {**self.contents, **runtime_files(), "src/embedded.c": embedded_c(sizes).encode(), MANIFEST: text}
+        sources = {**runtime_files(), "src/embedded.c": embedded_c(sizes, names).encode()}
+        written = {**self.contents, **sources, MANIFEST: text}
         try:
             for name, content in written.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)

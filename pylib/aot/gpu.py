@@ -167,7 +167,8 @@ def arrays_of(spec: MatmulSpec) -> list[dict[str, Any]]:
     if spec.compute:
         sums = spec.k // SUM_COLUMNS * 4
         found += [("x_values", "buffer", spec.k), ("x_scales", "buffer", 4), ("x_sums", "buffer", sums)]
-    return [{"name": name, "from": origin, "row_bytes": size} for name, origin, size in found]
+    types = {"x": {"type": spec.act}, "y": {"type": spec.out_dtype}}
+    return [{"name": name, "from": origin, "row_bytes": size, **types.get(name, {})} for name, origin, size in found]
 
 
 def _param(param: Param, map_: TensorMap | None, renamed: Mapping[str, str], spec: MatmulSpec) -> dict[str, Any]:

@@ -3,6 +3,7 @@ that makes all others part of a library."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 C_FOLDER = Path(__file__).parent / "c"
@@ -15,8 +16,9 @@ def runtime_files() -> dict[str, bytes]:
     return {str(path.relative_to(C_FOLDER)): path.read_bytes() for path in found}
 
 
-def embedded_c(sizes: dict[str, int]) -> str:
-    """Returns a C file that makes files part of a program: those of a folder, by name with their sizes in bytes."""
+def embedded_c(sizes: dict[str, int], matmuls: Iterable[str]) -> str:
+    """Returns a C file that makes files part of a program, those of a folder by name with their sizes in bytes, and has
+    tvm-ffi's functions of its matmuls."""
     embedded = [
         f'LOWBIT_EMBED({i}, {"LOWBIT_CODE" if name.startswith("cpu/") else "LOWBIT_DATA"}, "{name}")'
         for i, name in enumerate(sizes)
@@ -26,13 +28,15 @@ def embedded_c(sizes: dict[str, int]) -> str:
         [
             "/* Written by `lowbit export`. */",
             '#include "embed.h"',
+            '#include "tvm_ffi.h"',
             "",
             *embedded,
             "",
-            "extern const lowbit_file LOWBIT_FILES[];",
             "const lowbit_file LOWBIT_FILES[] = {",
             *entries,
             "    {0, 0, 0}};",
+            "",
+            *(f"LOWBIT_TVM({name})" for name in matmuls),
             "",
         ]
     )

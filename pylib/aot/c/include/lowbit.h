@@ -49,7 +49,8 @@ typedef struct {
 LOWBIT_API const char *lowbit_error_text(void);
 
 /* Opens a matmul of a folder for a GPU, by its number as CUDA counts, or for LOWBIT_CPU. All code is loaded now.
- * name: NULL where the folder has one matmul. */
+ * name: NULL where the folder has one matmul; also what `Matmul.description` is in Python, the argument of its operator
+ * that saved graphs hold. */
 LOWBIT_API int lowbit_open(const char *folder, const char *name, int device, lowbit_matmul **handle);
 /* The same of files that are part of the program. They must outlive the handle. */
 LOWBIT_API int lowbit_open_files(const lowbit_file *files, const char *name, int device, lowbit_matmul **handle);

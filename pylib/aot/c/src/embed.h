@@ -12,6 +12,8 @@
             "lowbit_file_" #number ":\n"                                        \
             ".incbin \"" LOWBIT_FOLDER "/" path "\"\n"                          \
             ".popsection\n");
+extern LOWBIT_API const lowbit_file LOWBIT_FILES[];
+
 #define LOWBIT_DATA ".rodata"
 #define LOWBIT_CODE ".text"
 

@@ -46,8 +46,11 @@ static int read_manifest(lowbit_matmul *h) {
 
 static int find_matmul(lowbit_matmul *h, const char *name) {
     json first = json_first(json_member(h->text, "matmuls"));
-    for (json each = first; each; each = json_next(each))
-        if (name ? json_is(json_member(each, "name"), name) : !json_next(first)) h->about = each;
+    json spec = name && *name == '{' ? json_member(name, "spec") : NULL; /* of Matmul.description */
+    for (json each = first; each; each = json_next(each)) {
+        bool named = name ? json_is(json_member(each, "name"), name) : !json_next(first);
+        if (spec ? json_same(json_member(each, "spec"), spec) : named) h->about = each;
+    }
     if (h->about) return LOWBIT_OK;
     if (!name) return fail(LOWBIT_BAD_ARGUMENT, "name is NULL, and the folder has several matmuls; name one");
     return fail(LOWBIT_NOT_THERE, "no matmul '%s' in the folder; manifest.json lists those that are there", name);
