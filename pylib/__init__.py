@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.matmul import Matmul, compile
     from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
     from lowbit.pylib.nn.experts import LowbitExperts
-    from lowbit.pylib.nn.fuse import FusedLayers, fuse_
+    from lowbit.pylib.nn.fuse import FusedLayers, fuse_, unfuse_
     from lowbit.pylib.nn.linear import LowbitLinear
     from lowbit.pylib.nn.quant_plan import QuantPlan
     from lowbit.pylib.nn.quantize_model import quantize_
@@ -122,6 +122,7 @@ __all__ = [
     "save_checkpoint",
     "sensitivity",
     "set_compute_",
+    "unfuse_",
 ]
 if find_spec("transformers") is None:  # so that `from lowbit import *` and help(lowbit) work without it
     __all__.remove("LowbitConfig")
@@ -150,6 +151,7 @@ _NEEDS_TORCH = {
     "export": "aot.export",
     "from_gguf": "integrations.gguf",
     "fuse_": "nn.fuse",
+    "unfuse_": "nn.fuse",
     "import_experts": "checkpoints.registry",
     "import_weight": "checkpoints.registry",
     "load": "runtime.kernel",

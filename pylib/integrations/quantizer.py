@@ -56,7 +56,7 @@ from lowbit.pylib.integrations.saved import (
     tie,
     untie,
 )
-from lowbit.pylib.nn.fuse import FusedLayers, fuse_, place_fused
+from lowbit.pylib.nn.fuse import FusedLayers, chain_placed, fuse_, place_fused
 from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.plan import EXCLUDED, naming, plan
 from lowbit.pylib.nn.replace import replace_planned
@@ -201,6 +201,7 @@ class LowbitQuantizer(HfQuantizer):
             self._check_given(given | model.all_tied_weights_keys.keys())
         if self.pre_quantized and checkpoint is not None:
             place_fused(model, saved)
+            chain_placed(model)
             multiply_as_saved(model, saved)
             compare(model, saved)
             fit_lengths(model, checkpoint)

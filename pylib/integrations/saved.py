@@ -17,7 +17,7 @@ from lowbit.pylib.checkpoints.tensor_files import FLOATS
 from lowbit.pylib.nn.dense_experts import MATRICES, count_of
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
-from lowbit.pylib.nn.fuse import FusedModule, place_fused
+from lowbit.pylib.nn.fuse import FusedModule, chain_placed, place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.packed_module import PackedModule
@@ -117,6 +117,7 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     place_fused(model, specs)
     fused = dict(low_bit_layers(model))
     place_empty(model, placed({name: name for name in specs if name not in fused}, modules, "the checkpoint"), specs)
+    chain_placed(model)
 
 
 def place_empty(model: nn.Module, placement: Placement, specs: Mapping[str, MatmulSpec]) -> None:

@@ -39,6 +39,9 @@ def attention(
 ) -> Tensor:
     """Returns what each query [b, t, queries, columns] makes of the values of the places up to its own
     [b, t, queries, columns]."""
+    if not held.is_cuda:  # else it would have to be waited for
+        end = min(int(held) + q.shape[1], keys.shape[2])
+        keys, values, mask = keys[:, :, :end], values[:, :, :end], None if mask is None else mask[..., :end]
     places = torch.arange(keys.shape[2], device=q.device)
     own = held.reshape(1, 1) + torch.arange(q.shape[1], device=q.device)[:, None]
     seen = places[None] <= own

@@ -1,4 +1,5 @@
-"""`lowbit.fuse_`: layers of a model that share their input become one layer, in place.
+"""`lowbit.fuse_`: layers of a model that share their input become one layer, in place; and decoder layers that it knows
+decode in a chain of launches (`chain.py`). `lowbit.unfuse_` takes that back.
 
 The projections to query, key and value have one x, and so have those of a gated feed-forward network. As one matmul
 they read x once, start one kernel, and give it more rows to share among the multiprocessors. The module around them
@@ -8,12 +9,12 @@ gets a class of its own, whose forward is that of the old class with one call in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations, permutations
-from typing import Any
+from itertools import accumulate, combinations, permutations
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,14 @@ from lowbit.dialect.errors import PackError, QuantizeError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib.nn.chain import CHILDREN, ChainedLayer, chain_, gate_network, may_chain, unchain_
+from lowbit.pylib.nn.gated_linear import GatedLinear
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import check_model
 from lowbit.pylib.nn.siblings import Group, rewritten, siblings
 from lowbit.pylib.weights import outliers
 from lowbit.pylib.weights.saved import check_same, with_products_of
+from lowbit.pylib.weights.sharding import Part
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,11 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
     `q_proj`, `k_proj` and `v_proj` become `q_k_v_proj`; `gate_proj` and `up_proj` become `gate_up_proj`. Codes and
     scales are put together, not made anew, so results differ by rounding at most. The state dictionary has the names
     and tensors of the new layers; fuse an empty model before you load it (`from_pretrained` does so by itself). The
-    model can be copied, pickled, compiled and exported.
+    model can be copied, pickled, compiled and exported, and `unfuse_` takes everything back.
+
+    Decoder layers of transformers' Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE then decode in a chain of launches: up to
+    64 tokens in all, without gradients, with a `StaticCache` and sdpa attention. Prompts, other caches and layers with
+    hooks or adapters run as before. The rows of `gate_up_proj` are stored so that its kernel applies the activation.
 
     The forward of the module around the layers is read to see what shares an input, so it works for modules of any
     origin. Layers stay apart where this is not certain, and where their formats or types differ: the result says why.
@@ -65,7 +73,57 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
     """
     check_model(model)
     places = Counter(child for module in model.modules() for child in module._modules.values() if child is not None)
-    return tuple(row for name, parent in list(model.named_modules()) for row in _fuse_children(name, parent, places))
+    siblings = [row for name, parent in list(model.named_modules()) for row in _fuse_children(name, parent, places)]
+    return *siblings, *_chain(model)
+
+
+def _chain(model: nn.Module, gate: bool = True) -> Iterator[FusedLayers]:
+    """Makes decoder layers decode in a chain of launches. gate: as `chain_` has it."""
+    for name, layer in list(model.named_modules()):
+        if may_chain(layer) and not isinstance(layer, ChainedLayer):
+            reason = chain_(layer, gate)
+            yield FusedLayers(name, CHILDREN, "" if reason else type(layer).__name__, reason)
+
+
+@torch.no_grad()
+def unfuse_(model: nn.Module) -> tuple[str, ...]:
+    """Take back what `fuse_` did to a model, in place; returns the names of the modules that are as they were.
+
+    Codes and scales are cut apart again, so that layers have the tensors of before. Where a fused layer has been
+    replaced by another since, such as one with an adapter, the module around it stays as it is.
+
+    Raises SpecError for what is no nn.Module.
+    """
+    check_model(model)
+    modules = list(model.named_modules())
+    chained = [name for name, module in modules if issubclass(type(module), ChainedLayer)]
+    for name in chained:
+        unchain_(model.get_submodule(name))
+    apart = [name for name, module in modules if issubclass(type(module), FusedModule) and _take_apart(module)]
+    return *chained, *apart
+
+
+def _take_apart(parent: nn.Module) -> bool:
+    """Gives a module the layers that it had. Returns False, and changes nothing, if one is not that of `fuse_`."""
+    kind: Any = type(parent)
+    layers = {group: parent._modules.get(group.name) for group in kind.fused_groups}
+    if any(type(layer) is not LowbitLinear for layer in layers.values()):
+        return False
+    for group, layer in layers.items():
+        parts = cut_apart(cast(LowbitLinear, layer), group.sizes)
+        delattr(parent, group.name)
+        for name, part in zip(group.parts, parts):
+            setattr(parent, name, part)
+    parent.__class__ = kind.__mro__[1]
+    return True
+
+
+def cut_apart(layer: LowbitLinear, sizes: Sequence[int]) -> list[LowbitLinear]:
+    """Returns the layers of which `concatenated` has made one."""
+    columns = 0, layer.spec.k
+    rows = [(end - size, size) for size, end in zip(sizes, accumulate(sizes))]
+    packed = [layer.packed.part(Part((each,), columns)) for each in rows]
+    return [LowbitLinear(part.spec, part).train(layer.training) for part in packed]
 
 
 def _fuse_children(name: str, parent: nn.Module, places: Counter[nn.Module]) -> Iterator[FusedLayers]:
@@ -201,6 +259,12 @@ def place_fused(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
             raise PackError(f"{name}: {', '.join(layers)}: {error}") from error
 
 
+def chain_placed(model: nn.Module) -> None:
+    """Makes decoder layers decode as `fuse_` does it, where a checkpoint has put empty fused layers."""
+    for _ in _chain(model, gate=False):
+        pass
+
+
 def _place_in(parent: nn.Module, layers: Mapping[str, MatmulSpec]) -> None:
     """Put empty fused layers into one module."""
     children = {key: child for key, child in parent._modules.items() if isinstance(child, nn.Linear)}
@@ -212,6 +276,15 @@ def _place_in(parent: nn.Module, layers: Mapping[str, MatmulSpec]) -> None:
     if groups:
         fused = {group: LowbitLinear.empty(layers[group.name], "meta") for group in groups}
         _put(parent, fused, _fused_class(type(parent), tuple(groups), linears))
+        _gate_as_saved(parent, fused.values())
+
+
+def _gate_as_saved(parent: nn.Module, layers: Iterable[LowbitLinear]) -> None:
+    """Makes empty layers those of a gated network, whose weights are stored for an activation in the kernel."""
+    for layer in layers:
+        if layer.spec.is_gated:
+            GatedLinear.of(layer, pairs=False)
+            gate_network(parent)
 
 
 def _parts_of(name: str, cls: type[nn.Module], linears: frozenset[str]) -> tuple[str, ...]:
@@ -234,10 +307,10 @@ def parts_named(name: str, names: Collection[str]) -> tuple[str, ...]:
 
 def _check_parts(spec: MatmulSpec, parts: Mapping[str, nn.Linear]) -> None:
     """Raise PackError unless layers make one of this spec."""
-    rows = sum(part.out_features for part in parts.values())
+    rows, sums = sum(part.out_features for part in parts.values()), replace(spec, epilogue=None)
     for name, part in parts.items():
         if isinstance(part, LowbitLinear):
-            check_same(spec, with_products_of(spec, replace(part.spec, n=rows)))
+            check_same(sums, with_products_of(sums, replace(part.spec, n=rows)))
         elif (spec.n, spec.k) != (rows, part.in_features):
             raise PackError(f"{name} is one of {len(parts)} layers that make {rows} x {part.in_features}, not {spec}")
 
@@ -258,6 +331,7 @@ def _fused_class(cls: type[nn.Module], groups: tuple[Group, ...], linears: froze
         return _fused_empty, (cls, groups, linears), state
 
     own = {"forward": rewritten(cls, groups, linears), "__reduce_ex__": reduce, "__module__": cls.__module__}
+    own["fused_groups"] = groups
     return type(cls.__name__, (cls, FusedModule), own)
 
 
