@@ -41,8 +41,8 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
     """Returns the model of a GGUF file, for transformers. Matrices of a quantized type become `LowbitLinear`s with the
     codes and scales of the file, and all else is in `dtype`.
 
-    path        a file of one of the architectures llama (also with experts: Mixtral), qwen2, qwen2moe, qwen3, qwen3moe
-                and gemma3; of a model in several files, any one of them
+    path        a file of one of the architectures that docs/howto/transformers.md lists, llama, qwen3 and gemma3
+                among them; of a model in several files, any one of them
     dtype       type of the activations: torch.bfloat16 or torch.float16, or the name of either
     arguments   of `from_pretrained`, such as device_map and attn_implementation
 
