@@ -29,12 +29,12 @@ import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, PackError, QuantConfig, SpecError
 from lowbit.pylib.build import driver
 from lowbit.pylib.checkpoints.registry import import_experts
-from lowbit.pylib.integrations.vllm import experts as vllm_experts
-from lowbit.pylib.integrations.vllm import startup as vllm_startup
-from lowbit.pylib.integrations.vllm.expert_sources import ExpertShare, source_of_experts
-from lowbit.pylib.integrations.vllm.experts import GATES, Experts, each_of, quantize_experts
-from lowbit.pylib.integrations.vllm.names import Names, Place
-from lowbit.pylib.integrations.vllm.rows import Rows, Share, Source, opened, quantize_rows, rows_of, shares_of
+from lowbit.pylib.integrations.serving import experts as vllm_experts
+from lowbit.pylib.integrations.serving import startup as vllm_startup
+from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, source_of_experts
+from lowbit.pylib.integrations.serving.experts import GATES, Experts, each_of, quantize_experts
+from lowbit.pylib.integrations.serving.names import Names, Place
+from lowbit.pylib.integrations.serving.rows import Rows, Share, Source, opened, quantize_rows, rows_of, shares_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -284,7 +284,7 @@ def test_groups_that_no_cut_allows(methods: Any, tmp_path: Path) -> None:
 def test_shares_that_there_are_none_of(rows: int, columns: int, processes: int, tmp_path: Path) -> None:
     saved(tmp_path)
     share = Share((rows,), columns, 0, processes)
-    with pytest.raises(PackError, match=f"down_proj: its weight is 64 x 128, and vLLM wants {rows} x {columns} of"):
+    with pytest.raises(PackError, match=f"its weight is 64 x 128, and the server wants {rows} x {columns} of"):
         load_rows(tmp_path, ["layers.0.down_proj"], share)
 
 
@@ -386,7 +386,7 @@ def test_a_saved_layer_takes_other_weights_in_place(configs: Any, methods: Any, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("f8e4m3", r"k_proj\.codes: it is .* when vLLM made the model; start vLLM again"),
+        ("f8e4m3", r"k_proj\.codes: it is .* when the model was made; start the server again"),
         ("f4e1m2", r"k_proj: the weight was packed with weight='f4e1m2' \(not 'f4e2m1'\)"),
     ],
 )
@@ -409,7 +409,7 @@ def test_a_saved_layer_misses_tensors(methods: Any, tmp_path: Path) -> None:
     tensors = tensors_for(tmp_path, QKV)[0]
     for given in ({}, {name: tensor for name, tensor in tensors.items() if name != "part1_codes"}):
         layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path, QKV)), 64, (64, 32, 32))
-        with pytest.raises(CheckpointError, match=r"_proj: vLLM's loader has passed no .*codes"):
+        with pytest.raises(CheckpointError, match=r"_proj: the server's loader has passed no .*codes"):
             fake_vllm.load(layer, given)
 
 
@@ -703,7 +703,7 @@ def test_experts_that_vllm_can_not_serve(methods: Any, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="experts, silu, swiglu_limit=10; leave experts dense"):
         methods.expert_methods.OnLoadExperts("experts", layer, [U4, U4])
     layer = saved_layer(methods, tmp_path)
-    with pytest.raises(CheckpointError, match=r"mlp\.experts: vLLM's loader has passed no down\.codes of expert 3"):
+    with pytest.raises(CheckpointError, match=r"mlp\.experts: the .* has passed no down\.codes of expert 3"):
         load_experts(layer, {name: tensor for name, tensor in tensors.items() if name != "down.3.codes"})
     settings = methods.expert_methods.get_current_vllm_config()
     for targets, refused in ((None, True), (["experts"], True), (["q_proj"], False)):
@@ -1058,7 +1058,7 @@ def test_a_saved_model_takes_no_weights_of_other_formats(tmp_path: Path) -> None
     both = ({"*": QuantConfig(name, 64)} for name in ("u4", "u3"))
     first, second = (low_bit_model(tmp_path / str(index), "llama", modules=each) for index, each in enumerate(both))
     text = answers(first, fails=True, reload=str(second))
-    assert "when vLLM made the model; start vLLM again to serve a model of other formats" in text
+    assert "when the model was made; start the server again to serve a model of other formats" in text
 
 
 @needs_vllm

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -133,27 +134,47 @@ class Source:
         return ast.parse(self.text(module) or "")
 
 
-def missing(path: Path) -> list[str]:
-    """Returns what a vLLM lacks of what the plugin needs."""
-    source = Source(path)
-    if source.text("vllm") is None:
-        raise FileNotFoundError(f"{path} has no folder vllm; name a wheel, or the folder that vllm was installed in")
-    found = [f"{module} has no {name}" for module, name in _imports() if not _has(source, module, name)]
-    for (module, function), wanted in FUNCTIONS.items():
+@dataclass(frozen=True)
+class Needs:
+    """What a plugin needs of a server: `FUNCTIONS`, `ATTRIBUTES` and `CALLS`, and what its files import.
+
+    package   the server's
+    plugin    the folder of the plugin's files
+    """
+
+    package: str
+    plugin: Path
+    functions: Mapping[tuple[str, str], Sequence[str]]
+    attributes: Mapping[tuple[str, str], Sequence[str]]
+    calls: Mapping[tuple[str, str], str]
+
+
+VLLM = Needs("vllm", PLUGIN, FUNCTIONS, ATTRIBUTES, CALLS)
+
+
+def missing(path: Path, needs: Needs = VLLM) -> list[str]:
+    """Returns what a server lacks of what the plugin needs."""
+    source, package = Source(path), needs.package
+    if source.text(package) is None:
+        raise FileNotFoundError(
+            f"{path} has no folder {package}; name a wheel, or the folder that {package} was installed in"
+        )
+    found = [f"{module} has no {name}" for module, name in _imports(needs) if not _has(source, module, name)]
+    for (module, function), wanted in needs.functions.items():
         given = _parameters(source, module, function)
         if given is None or list(given[: len(wanted)]) != list(wanted):
             found.append(f"{module}: {function} takes {given}, not {', '.join(wanted)}")
-    for (module, name), wanted in ATTRIBUTES.items():
+    for (module, name), wanted in needs.attributes.items():
         known = _attributes(source, module, name)
         found += [f"{module}: {name} has no {each}" for each in wanted if each not in known]
-    return found + [f"{m}: no {t}: {why}" for (m, t), why in CALLS.items() if t not in (source.text(m) or "")]
+    return found + [f"{m}: no {t}: {why}" for (m, t), why in needs.calls.items() if t not in (source.text(m) or "")]
 
 
-def _imports() -> Iterator[tuple[str, str]]:
-    """Yields what the plugin's files import of vLLM: modules and names."""
-    for file in sorted(PLUGIN.glob("*.py")):
+def _imports(needs: Needs) -> Iterator[tuple[str, str]]:
+    """Yields what the plugin's files import of the server: modules and names."""
+    for file in sorted(needs.plugin.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == needs.package:
                 yield from ((str(node.module), name.name) for name in node.names)
 
 

@@ -1,9 +1,8 @@
 """lowbit inside vLLM: `vllm serve DIR` runs a folder with low-bit weights, or quantizes a dense one while it is loaded.
 
 vLLM calls `register`, an entry point of the group `vllm.general_plugins`, in each of its processes. `config.py` has the
-class that vLLM asks which layers are low-bit, `methods.py` and `expert_methods.py` what such a layer does. `names.py`
-finds the modules of the checkpoint that a layer is made of, and `rows.py` and `experts.py` put their weights together;
-these three do not import vLLM.
+class that vLLM asks which layers are low-bit, `methods.py` and `expert_methods.py` what such a layer does. What it
+shares with other servers' plugins is in `integrations/serving/`.
 """
 
 from importlib import import_module

@@ -24,8 +24,11 @@ from lowbit.pylib.build.knobs import takes_over_vllm
 from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.integrations.choose import check_names, wishes_without
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.serving.expert_sources import source_of_experts
+from lowbit.pylib.integrations.serving.names import Names
+from lowbit.pylib.integrations.serving.rows import ACTS, Source, check_whole, opened
+from lowbit.pylib.integrations.serving.startup import Limits, Startup, check_version
 from lowbit.pylib.integrations.vllm.expert_methods import GptOssExperts, OnLoadExperts, SavedExperts
-from lowbit.pylib.integrations.vllm.expert_sources import source_of_experts
 from lowbit.pylib.integrations.vllm.methods import (
     Method,
     OnLoadHead,
@@ -35,9 +38,6 @@ from lowbit.pylib.integrations.vllm.methods import (
     SavedLinear,
     TiedHead,
 )
-from lowbit.pylib.integrations.vllm.names import Names
-from lowbit.pylib.integrations.vllm.rows import ACTS, Source, check_whole, opened
-from lowbit.pylib.integrations.vllm.startup import Limits, Startup, check_version
 from lowbit.pylib.nn.plan import check_config, naming, plan_module
 from lowbit.pylib.quantization.config import QuantConfig
 

@@ -18,10 +18,11 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.registry import import_experts
-from lowbit.pylib.integrations.vllm.expert_sources import ExpertShare, ExpertsSource
-from lowbit.pylib.integrations.vllm.experts import GATES, LEAVE_DENSE, Experts, gated, quantize_experts, stacked
-from lowbit.pylib.integrations.vllm.methods import Method, check_like, is_filled_later, none_came
-from lowbit.pylib.integrations.vllm.rows import ACTS
+from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, ExpertsSource
+from lowbit.pylib.integrations.serving.experts import GATES, LEAVE_DENSE, Experts, gated, quantize_experts, stacked
+from lowbit.pylib.integrations.serving.held import check_like, none_came
+from lowbit.pylib.integrations.serving.rows import ACTS
+from lowbit.pylib.integrations.vllm.methods import Method, is_filled_later
 from lowbit.pylib.nn.gated_linear import Gate
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig

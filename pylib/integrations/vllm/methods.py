@@ -11,7 +11,7 @@ it has, where captured CUDA graphs read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from lowbit.dialect.errors import CheckpointError
-from lowbit.pylib.integrations.vllm.names import BIAS, parameter
-from lowbit.pylib.integrations.vllm.rows import (
+from lowbit.pylib.integrations.serving.held import check_like, dequantized, hold, none_came, own_tensors, packed_modules
+from lowbit.pylib.integrations.serving.names import parameter
+from lowbit.pylib.integrations.serving.rows import (
     ACTS,
     Rows,
     Share,
@@ -40,16 +40,14 @@ from lowbit.pylib.integrations.vllm.rows import (
     rows_of,
     shares_of,
 )
-from lowbit.pylib.integrations.vllm.startup import Startup
+from lowbit.pylib.integrations.serving.startup import Startup
 from lowbit.pylib.nn.embedding import LowbitEmbedding
-from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune.timing import random_weight
 from lowbit.pylib.weights.packed import PackedWeight
 
-_HELD = "lowbit"  # what a layer multiplies by; no module of vLLM's model
 _PROCESSED = "_already_called_process_weights_after_loading"  # vLLM deletes it before it loads a layer again
 _FILLED_LATER = ("dummy",)  # load formats that pass no tensors of the files
 
@@ -86,19 +84,11 @@ class Method:
 
     def _hold(self, layer: Any, made: nn.Module) -> None:
         """Give a layer what it multiplies by; or the values of that, in the memory of what it has."""
-        held = layer.__dict__.get(_HELD)
-        if held is None:
-            held = layer.__dict__[_HELD] = _with_parameters(made)
-        else:
-            pairs = list(zip(_packed_modules(held), _packed_modules(made), strict=True))
-            for old, new in pairs:
-                old.packed.check_update(new.packed)  # of all, before any changes
-            for old, new in pairs:
-                old.packed.update_(new.packed)
+        held = hold(layer, made)
         if self._report:
             self._report(held)
-        for number, module in enumerate(_packed_modules(held)):
-            for name, tensor in _own_tensors(module):
+        for number, module in enumerate(packed_modules(held)):
+            for name, tensor in own_tensors(module):
                 first = number == 0 and name == "codes"
                 # vLLM's LoRA looks for a qweight, to put adapters where it is
                 layer.register_parameter("qweight" if first else f"lowbit{number}_{name}", tensor)
@@ -116,7 +106,7 @@ class Multiplies(Method):
 
     def dequantize_weight(self, layer: Any) -> Tensor:
         """Returns the weight [n, k] of this process in the type of x."""
-        return torch.cat([module.dequantize() for module in _packed_modules(layer.lowbit)])
+        return dequantized(layer.lowbit)
 
     def _with_bias(self, layer: Any, rows: Rows, columns: int) -> nn.Module:
         """Returns rows that add the layer's bias themselves, where vLLM would add it to what they give."""
@@ -128,46 +118,9 @@ class Multiplies(Method):
         return rows.with_bias(bias.data) if self._adds_bias else rows
 
 
-def _packed_modules(held: nn.Module) -> list[PackedModule]:
-    return [module for module in held.modules() if isinstance(module, PackedModule)]
-
-
-def _own_tensors(module: PackedModule) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the tensors of a module by name, but for a bias, which is vLLM's."""
-    for slot in module.spec.tensors:
-        if slot.name != BIAS:
-            yield slot.name, getattr(module, slot.name)
-
-
-def _with_parameters(made: nn.Module) -> nn.Module:
-    """Returns what was made, whose tensors are parameters now, as vLLM's loaders want them."""
-    for module in _packed_modules(made):
-        for name, tensor in _own_tensors(module):
-            module.share(name, nn.Parameter(tensor, requires_grad=False))
-    return made
-
-
 def is_filled_later() -> bool:
     """Tells whether vLLM makes a model without the tensors of the files."""
     return str(get_current_vllm_config().load_config.load_format) in _FILLED_LATER
-
-
-def check_like(loaded_weight: Tensor, like: Tensor, tensor: str) -> None:
-    """Raise CheckpointError for a tensor of the checkpoint of another size or type than when vLLM made the model."""
-    if (like.shape, like.dtype) != (loaded_weight.shape, loaded_weight.dtype):
-        given, wanted = (f"{t.dtype} {list(t.shape)}" for t in (loaded_weight, like))
-        raise CheckpointError(
-            f"{tensor}: it is {given}, and was {wanted} when vLLM made the model; start vLLM again to serve a model of "
-            "other formats"
-        )
-
-
-def none_came(missing: str) -> CheckpointError:
-    """Returns the error for tensors that vLLM's loader has not passed."""
-    return CheckpointError(
-        f"vLLM's loader has passed no {missing}; the class of the model may not rename tensors as a quantization asks "
-        "for (AutoWeightsLoader does): run the model with transformers"
-    )
 
 
 def _rank_of(layer: Any) -> int:

@@ -1,7 +1,7 @@
 """What happens once when a model is loaded: kernels are compiled for all numbers of tokens, and the log says which run.
 
-Layers report what they multiply by as soon as they have it. Kernels for it are compiled in other processes while vLLM
-reads the rest of the model; when the last layer is there, all of them are. This file does not import vLLM.
+Layers report what they multiply by as soon as they have it. Kernels for it are compiled in other processes while the
+server reads the rest of the model; when the last layer is there, all of them are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.ahead import MOST_JOBS, Ahead
 from lowbit.pylib.build.kernels import kernel_choices, kernels_up_to
-from lowbit.pylib.integrations.vllm.experts import Experts
+from lowbit.pylib.integrations.serving.experts import Experts
 from lowbit.pylib.matmul import compile
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.stacked_experts import target_of
@@ -35,7 +35,7 @@ TESTED = (26, 33)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a process of vLLM runs.
+    """What a process of the server runs.
 
     tokens     the most of one step
     processes  those that share this machine's cores
@@ -82,9 +82,13 @@ class MatmulKernels:
 
 
 class Startup:
-    """The layers of one model, from when it is made until the last of them is loaded."""
+    """The layers of one model, from when it is made until the last of them is loaded.
 
-    def __init__(self) -> None:
+    log   where it says which kernels run
+    """
+
+    def __init__(self, log: logging.Logger = log) -> None:
+        self.log = log
         self.limits = Limits()
         self._waiting: set[int] = set()
         self._names: dict[Kind, Counter[str]] = {}
@@ -121,8 +125,8 @@ class Startup:
         self._ahead, self._names = None, {}
         for kind, layers in names.items():
             kind.prepare(self.limits.tokens)
-            log.info("lowbit: %d x %s: %s", layers.total(), ", ".join(sorted(layers)), kind)
-        log.info("lowbit: %d kernels were compiled, the rest was found on disk", compilers.compiled)
+            self.log.info("lowbit: %d x %s: %s", layers.total(), ", ".join(sorted(layers)), kind)
+        self.log.info("lowbit: %d kernels were compiled, the rest was found on disk", compilers.compiled)
 
 
 def kinds(held: nn.Module) -> Iterator[Kind]:

@@ -1,4 +1,4 @@
-"""The experts of a layer of vLLM: two matrices, each a weight of all experts (`MatmulSpec.experts`).
+"""The experts of a layer: two matrices, each a weight of all experts (`MatmulSpec.experts`).
 
 On a GPU every call is the same few launches, whatever the routing, and waits for nothing: CUDA graphs hold it. On a CPU
 the experts that have tokens run one after the other.

@@ -1,4 +1,4 @@
-"""The weights of the modules that make a layer of vLLM, put together: `Rows`.
+"""The weights of the modules that make a layer of a server, put together: `Rows`.
 
 A `Source` says which tensors a module has, before they are read. Its `SharedSource` says which slices of them a process
 wants, and makes a weight of these when they have come.
@@ -20,7 +20,7 @@ from lowbit.dialect.errors import CheckpointError, PackError
 from lowbit.dialect.spec import Act, MatmulSpec, interned
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint, open_checkpoint
 from lowbit.pylib.checkpoints.registry import import_weight, without_zero_bias
-from lowbit.pylib.integrations.vllm.names import BIAS
+from lowbit.pylib.integrations.serving.names import BIAS
 from lowbit.pylib.nn.fuse import concatenated, why_apart
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import naming
@@ -91,8 +91,8 @@ class Share:
         columns = self._range(self.columns, spec.k)
         if not wholes or columns is None:
             raise PackError(
-                f"its weight is {spec.n} x {spec.k}, and vLLM wants {sum(rows)} x {self.columns} of it in each of "
-                f"{self.processes} processes; use tensor_parallel_size=1, or leave the layer dense"
+                f"its weight is {spec.n} x {spec.k}, and the server wants {sum(rows)} x {self.columns} of it in each "
+                f"of {self.processes} processes; use one process, or leave the layer dense"
             )
         ranges = [cast(tuple[int, int], self._range(*each)) for each in zip(rows, wholes)]
         begins = accumulate(wholes, initial=0)

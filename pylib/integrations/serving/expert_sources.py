@@ -19,7 +19,7 @@ from lowbit.dialect.spec import Act, MatmulSpec, interned
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint
 from lowbit.pylib.checkpoints.expert_places import PARTS, PROJECTIONS
 from lowbit.pylib.checkpoints.registry import import_rows, without_zero_bias
-from lowbit.pylib.integrations.vllm.experts import LEAVE_DENSE, check_one_spec, each_of, part_of_expert, stacked
+from lowbit.pylib.integrations.serving.experts import LEAVE_DENSE, check_one_spec, each_of, part_of_expert, stacked
 from lowbit.pylib.nn.dense_experts import LISTS
 from lowbit.pylib.nn.gated_linear import Gate
 from lowbit.pylib.nn.plan import naming

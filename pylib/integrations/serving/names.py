@@ -1,4 +1,4 @@
-"""The modules of a checkpoint that a layer of vLLM is made of.
+"""The modules of a checkpoint that a layer of a server (vLLM, SGLang) is made of.
 
 vLLM makes one layer, `qkv_proj`, of `q_proj`, `k_proj` and `v_proj`. The checkpoint may have a weight for each of them,
 or one for all if lowbit has fused them: `q_k_v_proj`. In some models vLLM also has other names than the checkpoint for
@@ -89,8 +89,8 @@ class Names:
             if found:
                 dense = ", ".join(name for name in names if self._module(parent, name) not in found)
                 raise CheckpointError(
-                    f"vLLM makes one layer of {', '.join(names)}, and {dense} is dense in the checkpoint while others "
-                    "are low-bit; quantize all of them or none"
+                    f"the server makes one layer of {', '.join(names)}, and {dense} is dense in the checkpoint while "
+                    "others are low-bit; quantize all of them or none"
                 )
         return ()
 

@@ -1,0 +1,3 @@
+QUANTIZATION_CHOICES: list[str]
+
+def add_quantization_method_choices(choices: list[str], /) -> None: ...

@@ -1,0 +1,3 @@
+from typing import Any
+
+def get_group_rank_size(group: Any) -> tuple[int, int]: ...

@@ -1,0 +1,3 @@
+from torch import nn
+
+class FusedMoE(nn.Module): ...
