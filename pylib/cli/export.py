@@ -12,7 +12,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.cli.machine import TARGETS
+from lowbit.passes.targets import GPU_NAMES
 from lowbit.pylib.cli.output import Json, errors, show_json
 from lowbit.pylib.cli.spec_options import default_spec, takes_spec
 
@@ -24,7 +24,7 @@ def export(
         Path | None, typer.Argument(metavar="[FILE.toml]", help="Several matmuls, in place of the options of one.")
     ] = None,
     targets: Annotated[
-        str | None, typer.Option("--targets", "-t", help=f"{TARGETS}: several, separated by commas.")
+        str | None, typer.Option("--targets", "-t", help=f"Separated by commas: {GPU_NAMES}, cpu.")
     ] = None,
     folder: Annotated[Path, typer.Option("--folder", "-o", help="Folder to write to.")] = Path("lowbit-export"),
     name: Annotated[str | None, typer.Option(help="Name of the matmul in C; without it, made of its format.")] = None,

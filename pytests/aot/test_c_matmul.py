@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from c_runtime import CMatmul
+from exported import read_manifest, seal
 
 import lowbit
+from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.aot.cpu import LEVELS
 from lowbit.pylib.reference.inputs import random_inputs, random_residual
+from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import pack
 
@@ -46,6 +51,28 @@ def test_results_are_those_of_python(folder: Path, name: str) -> None:
             assert torch.equal(y, mm(x[:m], w, **others))
         if not (spec.permuted or spec.is_gated):
             assert torch.equal(c.dequantize(w.tensors, torch.zeros(spec.n, spec.k, dtype=x.dtype)), mm.dequantize(w))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels_of_processors(folder: Path, level: str, tmp_path: Path) -> None:
+    """The code for lesser processors, in a folder that has no other."""
+    other = copytree(folder, tmp_path / "folder")
+    manifest = read_manifest(other)
+    for matmul in manifest["matmuls"]:
+        matmul["targets"] = [target for target in matmul["targets"] if target["target"] == level]
+    seal(other, manifest)
+    for name in ("u4", "mx"):
+        try:
+            mm = CpuMatmul(SPECS[name], level)
+        except TargetError as error:
+            pytest.skip(str(error))
+        x, tensors = random_inputs(SPECS[name], 20)
+        w = pack(SPECS[name], **tensors)
+        with CMatmul(other, name) as c:
+            assert c.target == level
+            for m in (2, 20):
+                y = torch.full((m, SPECS[name].outputs), torch.nan, dtype=TORCH[SPECS[name].out_dtype])
+                assert torch.equal(c.multiply(x[:m], w.tensors, y), mm.matmul(x[:m], w.tensors))
 
 
 def test_many_rows_go_in_slabs(folder: Path) -> None:

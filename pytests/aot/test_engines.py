@@ -16,14 +16,14 @@ from torch import Tensor
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.aot.sources import CMAKE_FOLDER
 from lowbit.pylib.reference.inputs import random_inputs
 
+ROOT = Path(__file__).resolve().parents[2]
 SPEC = MatmulSpec(64, 256, "u4", group_size=64, act="bf16", out="f32")
 PROJECT = """
 cmake_minimum_required(VERSION 3.19)
 project(engines LANGUAGES C CXX)
-find_package(lowbit REQUIRED)
+add_subdirectory("ROOT" lowbit)
 lowbit_add_folder(it FOLDER "folder" SHARED)
 lowbit_add_folder(inside FOLDER "folder")
 if(WITH_TORCH)
@@ -37,15 +37,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with an exported folder in it."""
     path = tmp_path_factory.mktemp("project")
     lowbit.export({"it": SPEC}, "cpu", path / "folder")
-    (path / "CMakeLists.txt").write_text(PROJECT)
+    (path / "CMakeLists.txt").write_text(PROJECT.replace("ROOT", str(ROOT)))
     return path
 
 
 def built(project: Path, target: str, *options: str) -> Path:
     compiler("cc"), compiler("c++")
     cmake, build = tool("cmake"), project / "build"
-    given = (f"-Dlowbit_DIR={CMAKE_FOLDER}", f"-DLOWBIT_PYTHON={sys.executable}", *options)
-    run(cmake, "-S", project, "-B", build, *given, folder=project)
+    run(cmake, "-S", project, "-B", build, f"-DLOWBIT_PYTHON={sys.executable}", *options, folder=project)
     run(cmake, "--build", build, "--target", target, folder=project)
     return build / f"lib{target}.so"
 
