@@ -3,21 +3,22 @@
     y[t, h] = sum over places i of p[i] values[h / group, i] / sum of p
     p[i]    = exp(scale q[t, h] . keys[h / group, i])
 
-A block has a token, the queries that share a key, and a part of the places: so it reads every key once. `streams` of 16
-or so lanes go through their places side by side. Each has its own running maximum, sum and output (online softmax), so
-that within the loop nothing is exchanged but the products of a key's columns. Keys and values of a round are on their
-way while the one before is computed.
+A block has a token, queries that share a key, and a part of the places: so it reads a key once for all of them. Groups
+of 8 to 32 lanes, the *streams*, go through their places side by side. Each has its own running maximum, sum and output
+(online softmax), so that within the loop nothing is exchanged but the products of a key's columns. Keys and values of
+two rounds are on their way while one is computed. The first are asked for before the kernel in front has ended.
 
     for each round of places:       s = q . k;  m' = max(m, s);  p = exp(s - m')
                                     l = l exp(m - m') + p;  o = o exp(m - m') + p v
     over streams, by shared memory: m, l, o
     over blocks, by the workspace:  the last to come adds up the parts of all, in their order
 
-Shared memory: maxima and sums of streams [2, group, streams], then outputs of warps [group, warps, columns].
+Shared memory: maxima and sums of streams [queries, streams], and outputs of warps [queries, warps, columns].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowbit.dialect.layouts.layout import Layout, local, spatial
@@ -30,9 +31,13 @@ THREADS = 256
 _WARP = 32
 _COLUMNS = 8  # of a thread: 16 bytes
 _MOST_QUERIES = 4  # of a block
+_AHEAD = 2  # rounds of places that are under way
 _PLACES = 2  # of a stream in a round
 _LEAST = -1e30  # below every product, and finite: differences of two are numbers
 _TINY = 1e-30  # less than a sum of exponentials: a token that looks at nothing gets zeros
+_ROWS = ("zero", "none")
+_INSIDE = ("zero", "none", "none")  # there may be fewer queries than rows of threads
+_WRITTEN = ("skip", "none", "none")
 PARTS = 256  # of all tokens together, at most, where places are shared out
 
 
@@ -85,18 +90,29 @@ def attention_program(plan: AttentionPlan) -> Program:
     p = Program("attention", THREADS, grid, names, workspace=plan.workspace)
     with p:
         p.grid_launch_dependents()
+        block = _Block(p, plan)
+        block.prefetch()
         p.grid_wait()
-        _Block(p, plan).attend()
+        block.attend()
     return p
 
 
 @dataclass
 class _State:
-    """What a stream knows of one query: the largest product, the sum of its exponentials, and the output times that."""
+    """What is known of one query, or of several: the largest product, the sum of exponentials, and the output times
+    it."""
 
     most: Tile
     total: Tile
     output: Tile
+
+
+def _flat(states: list[_State]) -> list[Tile]:
+    return [tile for state in states for tile in (state.most, state.total, state.output)]
+
+
+def _states(tiles: Sequence[Tile]) -> list[_State]:
+    return [_State(*tiles[at : at + 3]) for at in range(0, len(tiles), 3)]
 
 
 class _Block:
@@ -116,20 +132,33 @@ class _Block:
         self.key = self.number // (self.heads.group // self.queries)
 
     def attend(self) -> None:
-        p = self.p
         queries = [self._query(number) for number in range(self.queries)]
-        place = self.token % p["tokens"]
-        held = p.read_index(p.global_view(p["held"], "i32", (1,)), (0,))
-        end = (held + place + 1).min(p["length"])
-        share = (end + self.plan.parts * self.at_once - 1) // (self.plan.parts * self.at_once) * self.at_once
-        first = (self.part * share).min(end)
-        states = self._rounds(queries, first, (first + share).min(end))
+        states = self._rounds(queries, *self._share())
         combined = self._over_streams(states)
         if self.plan.parts == 1:
-            for number, state in enumerate(combined):
-                self._store(number, state)
+            self._store(combined)
         else:
             self._over_parts(combined)
+
+    def prefetch(self) -> None:
+        """Asks for the block's first keys and values before the kernel in front has ended.
+
+        What it reads for that, how many tokens are held, may still change: it is a guess, and read again. Most of the
+        cache is as it will be, and the L2 cache sees what is written to the rest.
+        """
+        first, end = self._share()
+        for ahead in range(_AHEAD):
+            for view, row in self._views(first + ahead * self.at_once, end):
+                self.p.prefetch(view, (row, 0), self.rows, ("clamp", "none"))
+
+    def _share(self) -> tuple[Scalar, Scalar]:
+        """Returns the first of the block's places, and their end."""
+        p, step = self.p, self.plan.parts * self.at_once
+        held = p.read_index(p.global_view(p["held"], "i32", (1,)), (0,))
+        end = (held + self.token % p["tokens"] + 1).min(p["length"]).max(1)  # even for a guess from fresh memory
+        share = (end + step - 1) // step * self.at_once
+        first = (self.part * share).min(end)
+        return first, (first + share).min(end)
 
     def _query(self, number: int) -> Tile:
         """Returns a query of the block's key, times the scale [1, 1, columns]."""
@@ -142,20 +171,31 @@ class _Block:
     # -- places
 
     def _rounds(self, queries: list[Tile], first: Scalar, end: Scalar) -> list[_State]:
-        """Returns what each stream knows of each query after the block's places."""
-        p, count = self.p, (end - first + self.at_once - 1) // self.at_once
-        start = [*self._load(first, end), *(tile for _ in queries for tile in self._start())]
-        with p.loop(0, count, start) as loop:
-            keys, values, *known = loop.carried
-            here = first + loop.index * self.at_once
-            coming = self._load(here + self.at_once, end)
-            seen = self._seen(here, end)
-            states = [_State(*known[at : at + 3]) for at in range(0, len(known), 3)]
-            k, v = (p.reshape(p.cast(each, "f32"), self.cube) for each in (keys, values))
-            after = [self._step(q, k, v, seen, state) for q, state in zip(queries, states)]
-            loop.results = [*coming, *(tile for state in after for tile in (state.most, state.total, state.output))]
-        known = loop.carried[2:]
-        return [_State(*known[at : at + 3]) for at in range(0, len(known), 3)]
+        """Returns what each stream knows of each query after the block's places.
+
+        A round of the loop has `_AHEAD` rounds of places, each with registers of its own: numbers on their way are not
+        moved, which would be to wait for them.
+        """
+        p, step = self.p, self.at_once
+        states = [_State(*self._start()) for _ in queries]
+        coming = [tile for ahead in range(_AHEAD) for tile in self._load(first + ahead * step, end)]
+        count = (end - first + _AHEAD * step - 1) // (_AHEAD * step)
+        with p.loop(0, count, [*coming, *_flat(states)]) as loop:
+            coming, states = loop.carried[: 2 * _AHEAD], _states(loop.carried[2 * _AHEAD :])
+            for ahead in range(_AHEAD):
+                here = first + (loop.index * _AHEAD + ahead) * step
+                keys, values = (self._numbers(tile) for tile in coming[:2])
+                coming = [*coming[2:], *self._load(here + _AHEAD * step, end)]
+                seen = self._seen(here, end)
+                states = [self._step(q, keys, values, seen, state) for q, state in zip(queries, states)]
+            loop.results = [*coming, *_flat(states)]
+        return _states(loop.carried[2 * _AHEAD :])
+
+    def _numbers(self, tile: Tile) -> Tile:
+        """Returns keys or values in f32 [streams, places, columns], before what follows: their registers are free."""
+        found = self.p.cast(tile, "f32")
+        self.p.materialize(found)
+        return self.p.reshape(found, self.cube)
 
     def _start(self) -> list[Tile]:
         cube = self.rows.reshape(self.cube)
@@ -164,13 +204,15 @@ class _Block:
 
     def _load(self, here: Scalar, end: Scalar) -> list[Tile]:
         """Returns the keys and the values of a round; zeros beyond the end."""
+        return [self.p.load(view, (row, 0), self.rows, _ROWS) for view, row in self._views(here, end)]
+
+    def _views(self, here: Scalar, end: Scalar) -> list[tuple[Memory, Scalar]]:
+        """Returns keys and values up to the end, and the row of a place in them."""
         p = self.p
         base = (self.token // p["tokens"] * self.heads.keys + self.key) * p["length"]
-        views = [
-            p.global_view(p[name], self.plan.element, (-1, self.heads.columns), sizes=[base + end])
-            for name in ("keys", "values")
-        ]
-        return [p.load(view, (base + here, 0), self.rows, ("zero", "none")) for view in views]
+        shape = -1, self.heads.columns
+        views = [p.global_view(p[name], self.plan.element, shape, sizes=[base + end]) for name in ("keys", "values")]
+        return [(view, base + here) for view in views]
 
     def _seen(self, here: Scalar, end: Scalar) -> Tile:
         """Tells which places of a round the token looks at [streams, places, 1]."""
@@ -201,51 +243,52 @@ class _Block:
 
     # -- streams
 
-    def _over_streams(self, states: list[_State]) -> list[_State]:
-        """Returns what the block knows of each query: maximum and sum [1, 1], and the output [1, columns]."""
-        p, warps, group = self.p, THREADS // _WARP, self.queries
-        known = p.alloc_shared("f32", (2 * group, self.streams))
-        for number, state in enumerate(states):
-            for half, tile in enumerate((state.most, state.total)):
-                p.store(p.reshape(tile, (1, self.streams)), known, (half * group + number, 0))
-        p.barrier()
-        outputs = p.alloc_shared("f32", (group, warps, self.heads.columns))
-        found = list[tuple[Tile, Tile]]()
-        for number, state in enumerate(states):
-            most, total, factor = self._of_streams(known, number, state.most)
-            found.append((most, total))
-            scaled = p.reshape(p.mul(state.output, factor), (1, warps, self.streams // warps, self.heads.columns))
-            p.store(p.reshape(p.reduce(scaled, 2), (1, warps, self.heads.columns)), outputs, (number, 0, 0))
-        p.barrier()
-        return [_State(*found[number], self._of_warps(outputs, number)) for number in range(group)]
-
-    def _of_streams(self, known: Memory, number: int, mine: Tile) -> tuple[Tile, Tile, Tile]:
-        """Returns the largest product of all streams and the sum of exponentials [1, 1], and the factor by which a
-        stream's own numbers count."""
-        p, layout = self.p, local(1, self.streams).replicated(THREADS)
-        maxima, totals = (p.load(known, (at, 0), layout) for at in (number, self.queries + number))
-        most = p.reduce(maxima, 1, "max")
-        total = p.reduce(p.mul(totals, p.exp(maxima - most)), 1)
-        return most, total, p.exp(mine - p.reshape(most, (1, 1, 1)))
-
-    def _of_warps(self, outputs: Memory, number: int) -> Tile:
-        """Returns the output of a query, added up over warps [1, columns]."""
+    def _over_streams(self, states: list[_State]) -> _State:
+        """Returns what the block knows of its queries: maxima and sums [queries, 1, 1], and outputs
+        [queries, 1, columns]."""
         p, warps, columns = self.p, THREADS // _WARP, self.heads.columns
-        layout = local(1, warps, 1) * self._columns.reshape((1, 1, columns))
-        return p.reshape(p.reduce(p.load(outputs, (number, 0, 0), layout), 1), (1, columns))
+        maxima, totals = (p.alloc_shared("f32", (self.queries, self.streams, 1)) for _ in range(2))
+        for number, state in enumerate(states):
+            for tile, target in ((state.most, maxima), (state.total, totals)):
+                p.store(p.reshape(tile, (1, self.streams, 1)), target, (number, 0, 0))
+        p.barrier()
+        factors = [self._factor(maxima, number, state.most) for number, state in enumerate(states)]
+        outputs = p.alloc_shared("f32", (self.queries, warps, columns))
+        for number, (state, factor) in enumerate(zip(states, factors)):
+            scaled = p.reshape(p.mul(state.output, factor), (1, warps, self.streams // warps, columns))
+            p.store(p.reshape(p.reduce(scaled, 2), (1, warps, columns)), outputs, (number, 0, 0))
+        of_streams = self._queries(self.streams).reduce((2,))
+        each, sums = (p.load(memory, (0, 0, 0), of_streams, _INSIDE) for memory in (maxima, totals))
+        most = p.reduce(each, 1, "max")
+        total = p.reduce(p.mul(sums, p.exp(each - most)), 1)
+        p.barrier()
+        output = p.reduce(p.load(outputs, (0, 0, 0), self._queries(warps), _INSIDE), 1)
+        return _State(most, total, output)
 
-    @property
-    def _columns(self) -> Layout:
-        """Returns the layout of a query's columns, one to a thread, and to several where there are fewer columns."""
-        columns = self.heads.columns
-        return spatial(1, columns).replicated(THREADS // columns)
+    def _factor(self, maxima: Memory, number: int, mine: Tile) -> Tile:
+        """Returns the factor by which a stream's numbers of a query count [streams, 1, 1]."""
+        p = self.p
+        each = p.load(maxima, (number, 0, 0), local(1, self.streams, 1).replicated(THREADS))
+        return p.exp(mine - p.reduce(each, 1, "max"))
 
-    def _store(self, number: int, state: _State) -> None:
-        """Writes the output of a query."""
+    def _queries(self, parts: int) -> Layout:
+        """Returns the layout of parts of all queries [queries or more, parts, columns]: a thread has all parts of some
+        columns of a query."""
+        rows = 1
+        while rows < self.queries:
+            rows *= 2
+        lanes, columns = THREADS // rows, self.heads.columns
+        if lanes > columns:
+            return local(1, parts, 1) * spatial(rows, 1, columns).replicated(lanes // columns)
+        return local(1, parts, 1) * spatial(rows, 1, lanes) * local(1, 1, columns // lanes)
+
+    def _store(self, state: _State) -> None:
+        """Writes the outputs of the queries."""
         p, heads = self.p, self.heads
         y = p.cast(p.div(state.output, p.max(state.total, _TINY)), self.plan.element)
-        view = p.global_view(p["y"], self.plan.element, (-1, heads.columns), sizes=[p["m"] * heads.queries])
-        p.store(y, view, (self._row(number), 0))
+        row = self._row(0)
+        view = p.global_view(p["y"], self.plan.element, (-1, 1, heads.columns), sizes=[row + self.queries])
+        p.store(y, view, (row, 0, 0), _WRITTEN)
 
     def _row(self, number: int) -> Scalar:
         """Returns the place of one of the block's queries among those of all tokens."""
@@ -253,36 +296,33 @@ class _Block:
 
     # -- parts
 
-    def _over_parts(self, states: list[_State]) -> None:
+    def _over_parts(self, state: _State) -> None:
         """Writes what the block knows; the last of its token and key adds up what all know."""
-        p, group, parts = self.p, self.queries, self.plan.parts
+        p, parts = self.p, self.plan.parts
         which = self.token * self.plan.blocks + self.number
-        outputs, numbers, first = self._workspace()
-        for number, state in enumerate(states):
-            row = (which * group + number) * parts + self.part
-            p.store(state.output, outputs, (row + first[0], 0))
-            p.store(state.most, numbers, (row + first[1], 0))
-            p.store(state.total, numbers, (row + first[1], 1))
+        places = self._workspace(which * self.queries)
+        for tile, (memory, row) in zip((state.output, state.most, state.total), places):
+            p.store(tile, memory, (row, self.part, 0), _WRITTEN)
         counters = p.global_view(p[WORKSPACE], "i32", (COUNTERS,))
         with p.when(p.last_arrival(counters, which, parts)):
-            for number in range(group):
-                row = (which * group + number) * parts
-                self._store(number, self._of_parts(outputs, numbers, row + first[0], row + first[1]))
+            layout = self._queries(parts)
+            of_query = layout.reduce((2,))
+            every, each, sums = (
+                p.load(memory, (row, 0, 0), layout if memory.type.shape[2] > 1 else of_query, _INSIDE)
+                for memory, row in places
+            )
+            most = p.reduce(each, 1, "max")
+            factor = p.exp(each - most)
+            self._store(_State(most, p.reduce(p.mul(sums, factor), 1), p.reduce(p.mul(every, factor), 1)))
 
-    def _workspace(self) -> tuple[Memory, Memory, tuple[int, int]]:
-        """Returns outputs of parts, their maxima and sums, and the first row of both: a part of a query is a row."""
-        p, columns, rows = self.p, self.heads.columns, PARTS * self.queries
-        first = COUNTERS // columns
-        behind = (first + rows) * columns // 2
-        outputs = p.global_view(p[WORKSPACE], "f32", (first + rows, columns))
-        return outputs, p.global_view(p[WORKSPACE], "f32", (behind + rows, 2)), (first, behind)
-
-    def _of_parts(self, outputs: Memory, numbers: Memory, row: Scalar, behind: Scalar) -> _State:
-        """Returns what all parts know of a query together."""
-        p, parts = self.p, self.plan.parts
-        each = local(parts, 1).replicated(THREADS)
-        maxima, totals = (p.load(numbers, (behind, at), each) for at in range(2))
-        most = p.reduce(maxima, 0, "max")
-        factor = p.exp(maxima - most)
-        output = p.mul(p.load(outputs, (row, 0), local(parts, 1) * self._columns), factor)
-        return _State(most, p.reduce(p.mul(totals, factor), 0), p.reduce(output, 0))
+    def _workspace(self, query: Scalar) -> list[tuple[Memory, Scalar]]:
+        """Returns outputs, maxima and sums of all parts [queries, parts, columns or 1], and the row of a query in them,
+        behind which the block's queries end."""
+        parts, rows, begin = self.plan.parts, PARTS // self.plan.parts * self.queries, COUNTERS
+        found = list[tuple[Memory, Scalar]]()
+        for columns in (self.heads.columns, 1, 1):
+            row = query + begin // (parts * columns)
+            shape, ends = (-1, parts, columns), [row + self.queries]
+            found.append((self.p.global_view(self.p[WORKSPACE], "f32", shape, sizes=ends), row))
+            begin += rows * parts * columns
+        return found

@@ -30,7 +30,7 @@ _ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _PIECE = 8  # numbers that a thread reads at once
 _COLUMNS = (64, 128, 256)  # of a head
 _BLOCKS = 128  # of attention, about as many as a GPU has multiprocessors: places are shared out among them
-_MOST_PARTS = 32
+_MOST_PARTS = 16
 
 
 def rms_norm(
@@ -195,7 +195,10 @@ def _attention_kernel(
     queries: int, keys: int, columns: int, element: str, rows: int, masked: bool, target: str
 ) -> Kernel:
     """Returns the kernel for so many tokens: few share out their places among many blocks."""
-    blocks, parts = rows * keys, 1
+    from lowbit.passes.kernels.attention import AttentionPlan
+    from lowbit.passes.kernels.rope import Heads
+
+    blocks, parts = rows * AttentionPlan(Heads(queries, keys, columns), element).blocks, 1
     while parts < _MOST_PARTS and blocks * parts * 2 <= _BLOCKS:
         parts *= 2
     return _attention_of_parts(queries, keys, columns, element, parts, masked, target)

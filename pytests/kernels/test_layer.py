@@ -185,6 +185,14 @@ def test_memory_on_a_gpu_is_asked_for_by_tuples(monkeypatch: pytest.MonkeyPatch)
     assert asked == [((2, 3, 4), (12, 4, 1), torch.float16)] and {type(each) for each in asked[0][:2]} == {tuple}
 
 
+def test_a_guess_is_read_again() -> None:
+    """How many tokens are held is read before the kernel in front has ended, to prefetch, and again after it."""
+    program = partial(attention_program, AttentionPlan(Heads(4, 2, 128), "bf16"))
+    before, after = lower_program(program, parse_target("sm_90a")).ptx.split("griddepcontrol.wait")
+    assert "prefetch.global.L2" in before and "prefetch.global.L2" not in after
+    assert before.count("ld.global") == before.count("ld.global.b32") == after.count("ld.global.b32") == 1
+
+
 # -- operators
 
 
