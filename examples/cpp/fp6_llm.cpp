@@ -47,7 +47,8 @@ float from_half(half h) {
     uint16_t bits;
     std::memcpy(&bits, &h, 2);
     int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    float magnitude = std::ldexp(static_cast<float>(exponent ? 1024 + mantissa : mantissa), (exponent ? exponent : 1) - 25);
+    float magnitude =
+        std::ldexp(static_cast<float>(exponent ? 1024 + mantissa : mantissa), (exponent ? exponent : 1) - 25);
     return bits >> 15 ? -magnitude : magnitude;
 }
 
@@ -56,7 +57,8 @@ half to_half(float value) { // of numbers in the range of f16, ties to even
     std::frexp(value, &exponent);
     exponent = exponent - 1 < -14 ? -14 : exponent - 1;
     auto units = static_cast<int>(std::nearbyint(std::ldexp(std::fabs(value), 10 - exponent)));
-    auto bits = static_cast<uint16_t>((std::signbit(value) ? 0x8000 : 0) | (value == 0 ? 0 : (exponent + 14) * 1024 + units));
+    auto bits =
+        static_cast<uint16_t>((std::signbit(value) ? 0x8000 : 0) | (value == 0 ? 0 : (exponent + 14) * 1024 + units));
     half result;
     std::memcpy(&result, &bits, 2);
     return result;
@@ -72,7 +74,8 @@ int fp6_use(int on, void *memory, int64_t bytes) {
 void weight_matrix_prepacking(int *packed_weights, int *FP6Weights, size_t M, size_t K) {
     const lowbit::Matmul &mm = matmul(M, K, LOWBIT_CPU);
     std::vector<uint8_t> codes(M * K);
-    for (size_t i = 0; i < codes.size(); i++) codes[i] = code_at(reinterpret_cast<const unsigned char *>(FP6Weights), i);
+    for (size_t i = 0; i < codes.size(); i++)
+        codes[i] = code_at(reinterpret_cast<const unsigned char *>(FP6Weights), i);
     std::vector<float> scales(M, 1.0f); // those of the weight go to fp6_linear_kernel as they are
     lowbit::Weight weight = mm.pack({lowbit::given("codes", codes), lowbit::given("scales", scales)});
     std::memcpy(packed_weights, weight.tensors()[0].data(), static_cast<size_t>(weight.tensors()[0].bytes()));

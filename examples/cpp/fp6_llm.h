@@ -10,16 +10,20 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #else
-struct uint4 { unsigned x, y, z, w; };
-struct __half { uint16_t bits; };
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct __half {
+    uint16_t bits;
+};
 using half = __half;
 using cudaStream_t = struct CUstream_st *;
 enum cudaError { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorUnknown = 999 };
 using cudaError_t = cudaError;
 #endif
 
-// C [N_Global, M_Global] = B [N_Global, K_Global] times the weight [M_Global, K_Global]. Reduction_Workspace and Split_K
-// are not used: fp6_use names the workspace.
+// C [N_Global, M_Global] = B [N_Global, K_Global] times the weight [M_Global, K_Global]. Reduction_Workspace and
+// Split_K are not used: fp6_use names the workspace.
 cudaError_t fp6_linear_kernel(cudaStream_t stream, const uint4 *Weight, const half *Scales, const half *B, half *C,
                               const size_t M_Global, const size_t N_Global, const size_t K_Global,
                               float *Reduction_Workspace, int Split_K);

@@ -19,11 +19,13 @@ void in_threads(void (*work)(void *), void *argument, int threads, void *) {
     for (std::thread &each : others) each.join();
 }
 
-std::vector<uint16_t> multiply(const lowbit::Matmul &mm, const lowbit::Weight &weight, const lowbit::Memory &x, int64_t m) {
+std::vector<uint16_t> multiply(const lowbit::Matmul &mm, const lowbit::Weight &weight, const lowbit::Memory &x,
+                               int64_t m) {
     lowbit::Memory y(m * N * 2);
     lowbit::Workspace workspace(mm, m);
     std::span<uint16_t> out(static_cast<uint16_t *>(y.data()), static_cast<size_t>(m * N));
-    mm.multiply(std::span<const uint16_t>(static_cast<const uint16_t *>(x.data()), static_cast<size_t>(m * K)), weight, out, workspace);
+    mm.multiply(std::span<const uint16_t>(static_cast<const uint16_t *>(x.data()), static_cast<size_t>(m * K)), weight,
+                out, workspace);
     return {out.begin(), out.end()};
 }
 
@@ -38,7 +40,8 @@ int main() {
     std::fill_n(static_cast<uint16_t *>(x.data()), M * K, uint16_t{0x3c00});
 
     lowbit::Matmul mm(u4_files, "u4");
-    lowbit::Weight weight = mm.pack({lowbit::given("codes", codes), lowbit::given("scales", scales), lowbit::given("zeros", zeros)});
+    lowbit::Weight weight =
+        mm.pack({lowbit::given("codes", codes), lowbit::given("scales", scales), lowbit::given("zeros", zeros)});
     std::vector<uint16_t> expected = multiply(mm, weight, x, M), found[4];
 
     std::vector<std::thread> callers;
@@ -53,8 +56,6 @@ int main() {
     try {
         mm.pack({lowbit::given("codes", codes)});
         return 2;
-    } catch (const lowbit::Error &error) {
-        std::printf("without scales: %s\n", error.what());
-    }
+    } catch (const lowbit::Error &error) { std::printf("without scales: %s\n", error.what()); }
     return equal ? 0 : 1;
 }

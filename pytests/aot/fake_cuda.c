@@ -6,10 +6,27 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct { char name[200], kinds[64]; int shared; } function;
-typedef struct { int id; char pad[4]; int value[16]; } attribute;
-typedef struct { unsigned grid[3], block[3], shared; void *stream; attribute *attributes; unsigned count; } config;
-typedef struct { int type, rank; uint64_t address, dims[2], stride; uint32_t box[2], steps[2]; int interleave, swizzle, promotion, fill; } map;
+typedef struct {
+    char name[200], kinds[64];
+    int shared;
+} function;
+typedef struct {
+    int id;
+    char pad[4];
+    int value[16];
+} attribute;
+typedef struct {
+    unsigned grid[3], block[3], shared;
+    void *stream;
+    attribute *attributes;
+    unsigned count;
+} config;
+typedef struct {
+    int type, rank;
+    uint64_t address, dims[2], stride;
+    uint32_t box[2], steps[2];
+    int interleave, swizzle, promotion, fill;
+} map;
 
 static __thread void *stack[8];
 static __thread int depth;
@@ -24,7 +41,11 @@ static void log_line(const char *text) {
 int cuInit(unsigned flags) { return flags != 0; }
 int cuDeviceGet(int *device, int number) { return *device = number, number == 0 ? 0 : 101; }
 int cuDeviceGetAttribute(int *value, int which, int device) {
-    *value = which == 75 ? capability() / 10 : which == 76 ? capability() % 10 : which == 16 ? 4 : which == 97 ? 227 << 10 : 0;
+    *value = which == 75   ? capability() / 10
+             : which == 76 ? capability() % 10
+             : which == 16 ? 4
+             : which == 97 ? 227 << 10
+                           : 0;
     return device;
 }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return contexts++, *context = &contexts, device; }
@@ -50,12 +71,24 @@ int cuModuleLoadData(void **module, const void *image) {
 int cuModuleUnload(void *module) { return modules--, free(module), 0; }
 int cuModuleGetFunction(void **found, void *module, const char *name) { return *found = module, name[0] == 0; }
 int cuFuncSetAttribute(void *of, int which, int value) { return ((function *)of)->shared = value, which != 8; }
-int cuGetErrorString(int code, const char **text) { return *text = code == 101 ? "invalid device ordinal" : "an error", 0; }
+int cuGetErrorString(int code, const char **text) {
+    return *text = code == 101 ? "invalid device ordinal" : "an error", 0;
+}
 
-int cuTensorMapEncodeTiled(void *to, int type, uint32_t rank, void *address, const uint64_t *dims, const uint64_t *strides,
-                           const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill) {
-    map made = {type, (int)rank, (uintptr_t)address, {dims[0], dims[1]}, strides[0], {box[0], box[1]}, {steps[0], steps[1]},
-                interleave, swizzle, promotion, fill};
+int cuTensorMapEncodeTiled(void *to, int type, uint32_t rank, void *address, const uint64_t *dims,
+                           const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+    map made = {type,
+                (int)rank,
+                (uintptr_t)address,
+                {dims[0], dims[1]},
+                strides[0],
+                {box[0], box[1]},
+                {steps[0], steps[1]},
+                interleave,
+                swizzle,
+                promotion,
+                fill};
     if ((uintptr_t)to % 64) return 1;
     return memcpy(to, &made, sizeof made), 0;
 }
@@ -65,20 +98,26 @@ int cuLaunchKernelEx(const config *c, void *of, void **arguments, void **extra) 
     function *f = of;
     if (depth != 1 || extra) return 201;
     int overlap = c->count == 1 && c->attributes->id == 6 && c->attributes->value[0] == 1;
-    int used = sprintf(line, "{\"kernel\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, \"allowed\": %d, "
-                       "\"stream\": %llu, \"overlap\": %s, \"arguments\": [", f->name, c->grid[0], c->grid[1], c->grid[2],
-                       c->block[0], c->block[1], c->block[2], c->shared, f->shared, (unsigned long long)(uintptr_t)c->stream,
-                       overlap ? "true" : "false");
+    int used = sprintf(
+        line,
+        "{\"kernel\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, \"allowed\": %d, "
+        "\"stream\": %llu, \"overlap\": %s, \"arguments\": [",
+        f->name, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, f->shared,
+        (unsigned long long)(uintptr_t)c->stream, overlap ? "true" : "false");
     for (int i = 0; f->kinds[i]; i++) {
         const map *m = arguments[i];
         used += sprintf(line + used, i ? ", " : "");
-        if (f->kinds[i] == 'p') used += sprintf(line + used, "%llu", (unsigned long long)*(uint64_t *)arguments[i]);
-        else if (f->kinds[i] == 'i') used += sprintf(line + used, "%d", *(int *)arguments[i]);
-        else used += sprintf(line + used, "{\"type\": %d, \"rank\": %d, \"address\": %llu, \"dims\": [%llu, %llu], \"stride\": %llu, "
-                             "\"box\": [%u, %u], \"steps\": [%u, %u], \"rest\": [%d, %d, %d, %d]}", m->type, m->rank,
-                             (unsigned long long)m->address, (unsigned long long)m->dims[0], (unsigned long long)m->dims[1],
-                             (unsigned long long)m->stride, m->box[0], m->box[1], m->steps[0], m->steps[1], m->interleave,
-                             m->swizzle, m->promotion, m->fill);
+        if (f->kinds[i] == 'p')
+            used += sprintf(line + used, "%llu", (unsigned long long)*(uint64_t *)arguments[i]);
+        else if (f->kinds[i] == 'i')
+            used += sprintf(line + used, "%d", *(int *)arguments[i]);
+        else
+            used += sprintf(line + used,
+                            "{\"type\": %d, \"rank\": %d, \"address\": %llu, \"dims\": [%llu, %llu], \"stride\": %llu, "
+                            "\"box\": [%u, %u], \"steps\": [%u, %u], \"rest\": [%d, %d, %d, %d]}",
+                            m->type, m->rank, (unsigned long long)m->address, (unsigned long long)m->dims[0],
+                            (unsigned long long)m->dims[1], (unsigned long long)m->stride, m->box[0], m->box[1],
+                            m->steps[0], m->steps[1], m->interleave, m->swizzle, m->promotion, m->fill);
     }
     strcpy(line + used, "]}\n");
     return log_line(line), 0;

@@ -193,7 +193,9 @@ def _without_a_tensor(p: Problem) -> None:
         (_move_a_tensor, "scales=0x.* must begin at a multiple of 16 bytes"),
         (lambda p: setattr(p.call, "workspace", None), "workspace is NULL, and .* bytes are needed"),
         (lambda p: setattr(p.call, "workspace_bytes", 10), "workspace_bytes=10 must be at least"),
-        (lambda p: setattr(p.call, "x_rows", -1), "x_rows=-1 is negative"),
+        (lambda p: setattr(p.call, "x_rows", -1), "x_rows=-1 must be 0, or of experts the rows of x"),
+        (lambda p: setattr(p.call, "x_rows", 2), "x_rows=2 must be 0"),
+        (lambda p: setattr(p.call, "x_rows", 1 << 31), "x_rows=2147483648 must be 0"),
     ],
 )
 def test_calls(exported: Path, wrong: Callable[[Problem], None], text: str) -> None:

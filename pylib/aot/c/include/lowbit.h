@@ -22,8 +22,8 @@ extern "C" {
 #define LOWBIT_API __attribute__((visibility("default")))
 #endif
 
-#define LOWBIT_CPU (-1)     /* in place of the number of a GPU */
-#define LOWBIT_SETTLED 1u   /* of lowbit_call.flags, see there */
+#define LOWBIT_CPU (-1)   /* in place of the number of a GPU */
+#define LOWBIT_SETTLED 1u /* of lowbit_call.flags, see there */
 
 typedef enum {
     LOWBIT_OK = 0,

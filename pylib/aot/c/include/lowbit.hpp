@@ -40,7 +40,8 @@ inline void check(int code) {
 /* Memory of the host, aligned as kernels need it, all zeros. */
 class Memory {
   public:
-    explicit Memory(int64_t bytes) : bytes_(bytes), data_(std::aligned_alloc(64, static_cast<size_t>((bytes + 127) / 64 * 64))) {
+    explicit Memory(int64_t bytes)
+        : bytes_(bytes), data_(std::aligned_alloc(64, static_cast<size_t>((bytes + 127) / 64 * 64))) {
         if (!data_) throw std::bad_alloc();
         std::fill_n(static_cast<char *>(data_.get()), bytes, '\0');
     }
@@ -129,7 +130,9 @@ class Matmul {
         check(lowbit_pack(get(), given.data(), count, packed.data()));
         return packed;
     }
-    Weight pack(std::initializer_list<lowbit_given> given) const { return pack(std::span(given.begin(), given.size())); }
+    Weight pack(std::initializer_list<lowbit_given> given) const {
+        return pack(std::span(given.begin(), given.size()));
+    }
 
     Weight load(const std::string &path) const {
         std::vector<int64_t> bytes(static_cast<size_t>(lowbit_tensors(get())));

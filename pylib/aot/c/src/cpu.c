@@ -10,8 +10,9 @@ enum { SLAB = 1024, LINE = 64, PARTS_OF_A_THREAD = 4, WORTH_A_TEAM = 1 << 19 };
 static int level_of_this_machine(void) {
     __builtin_cpu_init();
     if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))) return 0;
-    if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
-          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")))
+    if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+          __builtin_cpu_supports("avx512vl")))
         return 3;
     return __builtin_cpu_supports("avx512bf16") ? 5 : 4;
 }
@@ -37,11 +38,13 @@ int cpu_open(lowbit_matmul *h, json targets) {
         if (wants && wants <= level) h->target = t; /* the last is the best */
     }
     if (!h->target)
-        return fail(LOWBIT_NOT_THERE, "no code in the folder runs on this CPU; export for target cpu, and use one with AVX2");
+        return fail(LOWBIT_NOT_THERE,
+                    "no code in the folder runs on this CPU; export for target cpu, and use one with AVX2");
     for (int i = 0; i < PROGRAMS && !code; i++) code = read_program(h, names[i], &h->program[i]);
     for (json o = json_first(json_member(h->target, "operands")); o && h->operands < MOST_ARRAYS; o = json_next(o)) {
         int array = array_named(h, o);
-        if (array < 0) return fail(LOWBIT_BAD_VERSION, "the CPU's code takes arguments that this runtime does not know");
+        if (array < 0)
+            return fail(LOWBIT_BAD_VERSION, "the CPU's code takes arguments that this runtime does not know");
         h->operand[h->operands++] = array;
     }
     h->permutation = -1;
@@ -68,13 +71,17 @@ static int64_t x_in_order_bytes(const lowbit_matmul *h, int64_t rows) {
 int64_t cpu_workspace(const lowbit_matmul *h, int64_t m) {
     int64_t rows = m < SLAB ? m : SLAB, most = scratch_bytes(&h->program[DEQUANTIZE], 0, h->threads);
     for (int i = FEW; i <= MANY; i++) { /* calls of fewer rows take the same workspace */
-        int64_t bytes = scratch_bytes(&h->program[i], i == FEW && rows > h->program[FEW].most ? h->program[FEW].most : rows, h->threads);
+        int64_t bytes = scratch_bytes(
+            &h->program[i], i == FEW && rows > h->program[FEW].most ? h->program[FEW].most : rows, h->threads);
         most = bytes > most ? bytes : most;
     }
     return most + x_in_order_bytes(h, rows);
 }
 
-typedef struct { void (*run)(int64_t *); int64_t *words; } work;
+typedef struct {
+    void (*run)(int64_t *);
+    int64_t *words;
+} work;
 
 static void call(void *argument) {
     const work *w = argument;
@@ -92,8 +99,10 @@ static void run_program(const lowbit_matmul *h, const program *p, int64_t m, int
     work w = {0, words};
     const char *code = (const char *)p->code.data + p->entry;
     memcpy(&w.run, &code, sizeof code);
-    if (threads > 1) h->parallel(call, &w, threads, h->context_of_threads);
-    else call(&w);
+    if (threads > 1)
+        h->parallel(call, &w, threads, h->context_of_threads);
+    else
+        call(&w);
 }
 
 /* Brings columns of x, of two bytes each, into the order of the weight's. */
@@ -118,8 +127,9 @@ int cpu_run(const lowbit_matmul *h, char *const *arrays, int64_t m) {
 
 int cpu_dequantize(const lowbit_matmul *h, char *const *arrays) {
     if (!json_true(json_member(h->target, "dequantizes")))
-        return fail(LOWBIT_NOT_THERE, "this matmul's weight is not dequantized in C: its rows or columns are in an order of "
-                                      "their own");
+        return fail(LOWBIT_NOT_THERE,
+                    "this matmul's weight is not dequantized in C: its rows or columns are in an order of "
+                    "their own");
     run_program(h, &h->program[DEQUANTIZE], 0, 1, NULL, arrays[Y], arrays, arrays[WORKSPACE], 0);
     return LOWBIT_OK;
 }

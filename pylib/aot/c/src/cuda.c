@@ -8,14 +8,23 @@
 
 #include "internal.h"
 
-typedef struct { int id; char pad[4]; union { int value; char bytes[64]; } of; } launch_attribute; /* CUlaunchAttribute */
-typedef struct {                                                                        /* CUlaunchConfig */
+typedef struct {
+    int id;
+    char pad[4];
+    union {
+        int value;
+        char bytes[64];
+    } of;
+} launch_attribute; /* CUlaunchAttribute */
+typedef struct {    /* CUlaunchConfig */
     unsigned grid[3], block[3], shared_bytes;
     void *stream;
     launch_attribute *attributes;
     unsigned attribute_count;
 } launch_config;
-typedef struct { _Alignas(64) char bytes[128]; } tensor_map; /* CUtensorMap */
+typedef struct {
+    _Alignas(64) char bytes[128];
+} tensor_map; /* CUtensorMap */
 
 enum { MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, SHARED_PER_BLOCK = 97 }; /* CUdevice_attribute */
 enum { DYNAMIC_SHARED_BYTES = 8, OVERLAP = 6, RELAXED = 2 }; /* CUfunction_, CUlaunchAttributeID, CUstreamCaptureMode */
@@ -40,11 +49,22 @@ static struct {
                                   const uint32_t *, const uint32_t *, int, int, int, int);
     int (*cuGetErrorString)(int, const char **);
 } cu;
-static const char *const names[] = {
-    "cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
-    "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode",
-    "cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernelEx",
-    "cuTensorMapEncodeTiled", "cuGetErrorString"};
+static const char *const names[] = {"cuInit",
+                                    "cuDeviceGet",
+                                    "cuDeviceGetAttribute",
+                                    "cuDevicePrimaryCtxRetain",
+                                    "cuDevicePrimaryCtxRelease_v2",
+                                    "cuCtxGetCurrent",
+                                    "cuCtxPushCurrent_v2",
+                                    "cuCtxPopCurrent_v2",
+                                    "cuThreadExchangeStreamCaptureMode",
+                                    "cuModuleLoadData",
+                                    "cuModuleUnload",
+                                    "cuModuleGetFunction",
+                                    "cuFuncSetAttribute",
+                                    "cuLaunchKernelEx",
+                                    "cuTensorMapEncodeTiled",
+                                    "cuGetErrorString"};
 _Static_assert(sizeof cu == sizeof names, "a name for each function of the driver");
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -172,18 +192,21 @@ static int read_kernels(lowbit_matmul *h, bool same_generation) {
 /* The target for a GPU: one of its own, or else the nearest before it whose PTX runs later. */
 static int choose(lowbit_matmul *h, json targets, int device, int *generation) {
     int major = 0, minor = 0, shared = 0, code;
-    if ((code = cu.cuDeviceGetAttribute(&major, MAJOR, device)) || (code = cu.cuDeviceGetAttribute(&minor, MINOR, device)) ||
+    if ((code = cu.cuDeviceGetAttribute(&major, MAJOR, device)) ||
+        (code = cu.cuDeviceGetAttribute(&minor, MINOR, device)) ||
         (code = cu.cuDeviceGetAttribute(&shared, SHARED_PER_BLOCK, device)) ||
         (code = cu.cuDeviceGetAttribute(&h->multiprocessors, MULTIPROCESSORS, device)))
         return refused(code, "asking", "the GPU");
     for (json t = json_first(targets); t; t = json_next(t)) {
         int64_t capability = json_integer(json_member(t, "capability")), wants = 10 * major + minor;
-        bool runs = capability == wants || (capability && capability < wants && json_true(json_member(t, "runs_later")));
+        bool runs =
+            capability == wants || (capability && capability < wants && json_true(json_member(t, "runs_later")));
         if (runs && json_integer(json_member(t, "shared_per_block")) <= shared)
             h->target = t, *generation = (int)capability / 10 == major;
     }
     if (h->target) return LOWBIT_OK;
-    return fail(LOWBIT_NOT_THERE, "no kernel in the folder runs on this GPU, sm_%d%d; export for it as well", major, minor);
+    return fail(LOWBIT_NOT_THERE, "no kernel in the folder runs on this GPU, sm_%d%d; export for it as well", major,
+                minor);
 }
 
 static int open_on(lowbit_matmul *h, json targets, int device) {
@@ -253,8 +276,8 @@ static int encode(const param *p, void *address, int64_t rows, tensor_map *map) 
 }
 
 /* Starts a kernel for rows `first` to `first + rows`. */
-static int start(const lowbit_matmul *h, const kernel *k, char *const *arrays, int64_t first, int64_t rows, void *stream,
-                 bool overlap) {
+static int start(const lowbit_matmul *h, const kernel *k, char *const *arrays, int64_t first, int64_t rows,
+                 void *stream, bool overlap) {
     launch_attribute attribute = {.id = OVERLAP, .of.value = 1};
     launch_config config = {.block = {k->threads, 1, 1}, .shared_bytes = k->shared_bytes, .stream = stream};
     tensor_map maps[MOST_MAPS];
@@ -316,8 +339,9 @@ int cuda_run(const lowbit_matmul *h, char *const *given, int64_t m, int64_t x_ro
 
 int cuda_dequantize(const lowbit_matmul *h, char *const *arrays, void *stream) {
     if (h->dequantize < 0)
-        return fail(LOWBIT_NOT_THERE, "this matmul has no kernel that dequantizes: its rows or columns are in an order of "
-                                      "their own, or it has experts");
+        return fail(LOWBIT_NOT_THERE,
+                    "this matmul has no kernel that dequantizes: its rows or columns are in an order of "
+                    "their own, or it has experts");
     bool entered = enter(h);
     int code = start(h, &h->kernel[h->dequantize], arrays, 0, 0, stream, false);
     leave(entered);

@@ -5,12 +5,12 @@
 
 #include "lowbit.h"
 
-#define LOWBIT_EMBED(number, section, path)                                     \
+#define LOWBIT_EMBED(number, section, path)                                         \
     extern const char lowbit_file_##number[] __attribute__((visibility("hidden"))); \
-    __asm__(".pushsection " section "\n"                                        \
-            ".balign 64\n"                                                      \
-            "lowbit_file_" #number ":\n"                                        \
-            ".incbin \"" LOWBIT_FOLDER "/" path "\"\n"                          \
+    __asm__(".pushsection " section "\n"                                            \
+            ".balign 64\n"                                                          \
+            "lowbit_file_" #number ":\n"                                            \
+            ".incbin \"" LOWBIT_FOLDER "/" path "\"\n"                              \
             ".popsection\n");
 extern LOWBIT_API const lowbit_file LOWBIT_FILES[];
 

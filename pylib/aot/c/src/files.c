@@ -25,7 +25,8 @@ uint32_t crc32_of(const void *data, size_t bytes) {
 
 int map_file(const char *path, bool executable, blob *found) {
     int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) return fail(LOWBIT_BAD_FILE, "%s can't be opened; is it a folder that lowbit export has written?", path);
+    if (file < 0)
+        return fail(LOWBIT_BAD_FILE, "%s can't be opened; is it a folder that lowbit export has written?", path);
     struct stat about;
     void *data = MAP_FAILED;
     if (!fstat(file, &about) && S_ISREG(about.st_mode) && about.st_size > 0)
@@ -71,7 +72,8 @@ int read_file(const source *from, json name, bool executable, blob *found) {
     if (code) return code;
     json_text(json_member(listed, "crc32"), crc, sizeof crc);
     int64_t bytes = json_integer(json_member(listed, "bytes"));
-    if ((int64_t)found->bytes == bytes && crc32_of(found->data, found->bytes) == strtoul(crc, NULL, 16)) return LOWBIT_OK;
+    if ((int64_t)found->bytes == bytes && crc32_of(found->data, found->bytes) == strtoul(crc, NULL, 16))
+        return LOWBIT_OK;
     code = fail(LOWBIT_BAD_FILE, "%s is damaged: it has %lld bytes of %lld, or others than were written; export again",
                 text, (long long)found->bytes, (long long)bytes);
     drop(found);

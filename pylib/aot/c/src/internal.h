@@ -49,14 +49,20 @@ typedef struct {
     char name[MOST_NAME];
     void *module, *function;
     unsigned threads, shared_bytes;
-    struct { int rule; int64_t number; } grid[3];
+    struct {
+        int rule;
+        int64_t number;
+    } grid[3];
     bool may_overlap;
     int params;
     param param[MOST_PARAMS];
 } kernel;
 enum { CONSTANT, CEIL, SM_COUNT, SM_PART };
 
-typedef struct { int kernel; int64_t rows; } launch; /* rows: of the launch; 0: all that are left */
+typedef struct {
+    int kernel;
+    int64_t rows;
+} launch; /* rows: of the launch; 0: all that are left */
 
 typedef struct {
     int64_t first, last, tile; /* INT64_MAX: without end; tile: slots of a token tile of experts */
@@ -75,7 +81,7 @@ enum { FEW, MANY, DEQUANTIZE, PROGRAMS };
 
 struct lowbit_matmul {
     source from;
-    char *text;          /* the manifest */
+    char *text; /* the manifest */
     char folder[MOST_PATH];
     json about, weight, target; /* of this matmul, in it */
     char target_name[MOST_NAME];

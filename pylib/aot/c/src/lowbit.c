@@ -38,8 +38,10 @@ static int read_manifest(lowbit_matmul *h) {
         return fail(LOWBIT_BAD_FILE, "manifest.json is damaged, or not of lowbit export; export again");
     int64_t version = json_integer(json_member(h->text, "manifest"));
     if (version != MANIFEST)
-        return fail(LOWBIT_BAD_VERSION, "manifest.json is of version %lld, this runtime reads %d; export with the lowbit "
-                                        "that it came with", (long long)version, MANIFEST);
+        return fail(LOWBIT_BAD_VERSION,
+                    "manifest.json is of version %lld, this runtime reads %d; export with the lowbit "
+                    "that it came with",
+                    (long long)version, MANIFEST);
     h->from.listed = json_member(h->text, "files");
     return LOWBIT_OK;
 }
@@ -65,7 +67,8 @@ int array_named(const lowbit_matmul *h, json name) {
 
 static int read_arrays(lowbit_matmul *h) {
     for (json each = json_first(json_member(h->about, "arrays")); each; each = json_next(each)) {
-        if (h->arrays == MOST_ARRAYS) return fail(LOWBIT_BAD_VERSION, "more than %d arrays in the manifest", MOST_ARRAYS);
+        if (h->arrays == MOST_ARRAYS)
+            return fail(LOWBIT_BAD_VERSION, "more than %d arrays in the manifest", MOST_ARRAYS);
         json from = json_member(each, "from");
         h->row_bytes[h->arrays] = json_integer(json_member(each, "row_bytes"));
         h->is_buffer[h->arrays] = json_is(from, "buffer");
@@ -94,7 +97,8 @@ static int open_here(lowbit_matmul *h, const char *name) {
 static int open_from(source from, const char *name, int device, lowbit_matmul **handle) {
     if (!handle) return fail(LOWBIT_BAD_ARGUMENT, "handle is NULL");
     *handle = NULL;
-    if (device < LOWBIT_CPU) return fail(LOWBIT_BAD_ARGUMENT, "device=%d must be the number of a GPU or LOWBIT_CPU", device);
+    if (device < LOWBIT_CPU)
+        return fail(LOWBIT_BAD_ARGUMENT, "device=%d must be the number of a GPU or LOWBIT_CPU", device);
     lowbit_matmul *h = calloc(1, sizeof *h);
     if (!h) return fail(LOWBIT_NO_MEMORY, "no memory for a handle");
     h->from = from, h->device = device;
@@ -103,14 +107,17 @@ static int open_from(source from, const char *name, int device, lowbit_matmul **
         h->from.folder = h->folder;
     }
     int code = open_here(h, name);
-    if (code) lowbit_close(h);
-    else *handle = h;
+    if (code)
+        lowbit_close(h);
+    else
+        *handle = h;
     return code;
 }
 
 int lowbit_open(const char *folder, const char *name, int device, lowbit_matmul **handle) {
     if (!folder) return fail(LOWBIT_BAD_ARGUMENT, "folder is NULL");
-    if (strlen(folder) >= MOST_PATH) return fail(LOWBIT_BAD_ARGUMENT, "folder is a path of more than %d bytes", MOST_PATH - 1);
+    if (strlen(folder) >= MOST_PATH)
+        return fail(LOWBIT_BAD_ARGUMENT, "folder is a path of more than %d bytes", MOST_PATH - 1);
     return open_from((source){.folder = folder}, name, device, handle);
 }
 
@@ -121,8 +128,10 @@ int lowbit_open_files(const lowbit_file *files, const char *name, int device, lo
 
 void lowbit_close(lowbit_matmul *h) {
     if (!h) return;
-    if (h->device == LOWBIT_CPU) cpu_close(h);
-    else cuda_close(h);
+    if (h->device == LOWBIT_CPU)
+        cpu_close(h);
+    else
+        cuda_close(h);
     free(h->text);
     free(h);
 }
@@ -146,7 +155,9 @@ const char *lowbit_tensor_name(const lowbit_matmul *h, int number) {
     return tensor(h, number) ? h->tensor_name[number] : "";
 }
 
-int64_t lowbit_tensor_bytes(const lowbit_matmul *h, int number) { return json_integer(json_member(tensor(h, number), "bytes")); }
+int64_t lowbit_tensor_bytes(const lowbit_matmul *h, int number) {
+    return json_integer(json_member(tensor(h, number), "bytes"));
+}
 
 int lowbit_supports(const lowbit_matmul *h, int64_t m) {
     if (!h) return fail(LOWBIT_BAD_ARGUMENT, "handle is NULL");
@@ -171,7 +182,8 @@ int64_t lowbit_workspace_bytes(const lowbit_matmul *h, int64_t m) {
 
 int lowbit_use_threads(lowbit_matmul *h, int threads, lowbit_parallel parallel, void *context) {
     if (!h || threads < 1 || (threads > 1 && !parallel))
-        return fail(LOWBIT_BAD_ARGUMENT, "a handle, threads=%d of at least 1, and for several a function are needed", threads);
+        return fail(LOWBIT_BAD_ARGUMENT, "a handle, threads=%d of at least 1, and for several a function are needed",
+                    threads);
     h->threads = threads, h->parallel = parallel, h->context_of_threads = context;
     return LOWBIT_OK;
 }
@@ -199,13 +211,15 @@ static int take_workspace(void *workspace, int64_t given, int64_t needed, char *
     if (given < needed)
         return fail(LOWBIT_BAD_ARGUMENT, "workspace_bytes=%lld must be at least %lld, as lowbit_workspace_bytes says",
                     (long long)given, (long long)needed);
-    if (needed && !workspace) return fail(LOWBIT_BAD_ARGUMENT, "workspace is NULL, and %lld bytes are needed", (long long)needed);
+    if (needed && !workspace)
+        return fail(LOWBIT_BAD_ARGUMENT, "workspace is NULL, and %lld bytes are needed", (long long)needed);
     arrays[WORKSPACE] = (char *)(((uintptr_t)workspace + PAGE - 1) / PAGE * PAGE);
     return LOWBIT_OK;
 }
 
 static int take_inputs(const lowbit_matmul *h, const void *const *inputs, char **arrays) {
-    int code = inputs || !h->inputs ? LOWBIT_OK : fail(LOWBIT_BAD_ARGUMENT, "inputs is NULL, and this matmul takes %d", h->inputs);
+    int code = inputs || !h->inputs ? LOWBIT_OK
+                                    : fail(LOWBIT_BAD_ARGUMENT, "inputs is NULL, and this matmul takes %d", h->inputs);
     for (int i = 0; i < h->inputs && !code; i++) {
         code = check_pointer("an input", inputs[i]);
         arrays[TENSORS + h->tensors + i] = (char *)inputs[i];
@@ -217,12 +231,14 @@ int lowbit_run(const lowbit_matmul *h, const lowbit_call *given) {
     char *arrays[MOST_ARRAYS] = {0};
     lowbit_call call = {0};
     if (!given || given->size < sizeof given->size || given->size > sizeof call)
-        return fail(LOWBIT_BAD_ARGUMENT, "call must have size = sizeof(lowbit_call), %d bytes at most here", (int)sizeof call);
+        return fail(LOWBIT_BAD_ARGUMENT, "call must have size = sizeof(lowbit_call), %d bytes at most here",
+                    (int)sizeof call);
     memcpy(&call, given, given->size);
     int code = lowbit_supports(h, call.m);
-    if (!code && call.x_rows < 0) code = fail(LOWBIT_BAD_ARGUMENT, "x_rows=%lld is negative", (long long)call.x_rows);
-    if (code || !call.m) return code;
     int64_t x_rows = call.x_rows ? call.x_rows : call.m, rows = x_rows > call.m ? x_rows : call.m;
+    if (!code && (x_rows < 0 || x_rows > INT32_MAX || (h->experts == 1 && x_rows != call.m)))
+        code = fail(LOWBIT_BAD_ARGUMENT, "x_rows=%lld must be 0, or of experts the rows of x", (long long)x_rows);
+    if (code || !call.m) return code;
     arrays[X] = (char *)call.x, arrays[Y] = call.y;
     if ((code = check_pointer("x", call.x)) || (code = check_pointer("y", call.y)) ||
         (code = take_weight(h, call.weight, arrays)) || (code = take_inputs(h, call.inputs, arrays)) ||
@@ -232,9 +248,10 @@ int lowbit_run(const lowbit_matmul *h, const lowbit_call *given) {
     return cuda_run(h, arrays, call.m, x_rows, call.stream, call.flags & LOWBIT_SETTLED);
 }
 
-int lowbit_multiply(const lowbit_matmul *h, const void *x, const void *const *weight, void *y, int64_t m, void *workspace,
-                    void *stream) {
-    lowbit_call call = {.size = sizeof call, .x = x, .weight = weight, .y = y, .m = m, .workspace = workspace, .stream = stream};
+int lowbit_multiply(const lowbit_matmul *h, const void *x, const void *const *weight, void *y, int64_t m,
+                    void *workspace, void *stream) {
+    lowbit_call call = {
+        .size = sizeof call, .x = x, .weight = weight, .y = y, .m = m, .workspace = workspace, .stream = stream};
     call.workspace_bytes = lowbit_workspace_bytes(h, m);
     return lowbit_run(h, &call);
 }

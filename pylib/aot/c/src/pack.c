@@ -9,7 +9,10 @@
 enum { ROWS_OF_BLOCK = 16, BLOCK_K = 16, HALF = 8, LANES = 32, MOST_RUN = 16, MOST_PIECES = 8 };
 enum { LINE = 32, ENTRIES = 31, SPAN = 4096 }; /* of outliers: dialect/formats/outliers.py */
 
-typedef struct { int64_t bits, chunk, units, row_blocks, chunks, group, padded_group, groups, block_rows, experts; bool gated; } packing;
+typedef struct {
+    int64_t bits, chunk, units, row_blocks, chunks, group, padded_group, groups, block_rows, experts;
+    bool gated;
+} packing;
 
 /* A tensor that `pack` takes, what is given for it, and the tensor in memory. */
 typedef struct {
@@ -23,8 +26,16 @@ typedef struct {
 static packing packing_of(const lowbit_matmul *h) {
     json p = json_member(h->weight, "packing");
 #define NUMBER(name) .name = json_integer(json_member(p, #name))
-    return (packing){NUMBER(bits), NUMBER(chunk), NUMBER(units), NUMBER(row_blocks), NUMBER(chunks), NUMBER(group),
-                     NUMBER(padded_group), NUMBER(groups), NUMBER(block_rows), NUMBER(experts),
+    return (packing){NUMBER(bits),
+                     NUMBER(chunk),
+                     NUMBER(units),
+                     NUMBER(row_blocks),
+                     NUMBER(chunks),
+                     NUMBER(group),
+                     NUMBER(padded_group),
+                     NUMBER(groups),
+                     NUMBER(block_rows),
+                     NUMBER(experts),
                      .gated = json_true(json_member(p, "gated"))};
 }
 
@@ -66,7 +77,8 @@ static uint32_t nearest(float value, int exponent_bits, int mantissa) {
     uint32_t sign = signbit(value) ? 1u << (exponent_bits + mantissa) : 0;
     if (value == 0) return sign;
     frexp(value, &exponent);
-    exponent = exponent - 1 < 1 - bias ? 1 - bias : exponent - 1; /* subnormal numbers are as coarse as the least normal */
+    exponent =
+        exponent - 1 < 1 - bias ? 1 - bias : exponent - 1; /* subnormal numbers are as coarse as the least normal */
     double units = nearbyint(ldexp(fabs((double)value), mantissa - exponent));
     return sign | (uint32_t)((exponent + bias - 1) * (1 << mantissa) + (int64_t)units);
 }
@@ -82,18 +94,24 @@ static int store_float(const slot *s, int64_t i, uint32_t *bits) {
         return LOWBIT_OK;
     }
     bool fits = true;
-    if (!strcmp(s->type, "f32")) memcpy(bits, &value, 4);
-    else if (!strcmp(s->type, "f16")) fits = ((*bits = nearest(value, 5, 10)) & 0x7fff) < 0x7c00;
-    else if (!strcmp(s->type, "bf16")) fits = ((*bits = nearest(value, 8, 7)) & 0x7fff) < 0x7f80;
-    else fits = fabsf(value) <= 464 && ((*bits = nearest(value, 4, 3)), true); /* e4m3: the tie between 448 and NaN */
-    return fits ? LOWBIT_OK : wrong(s, i, value, "overflows the type that the spec has for it; export with a wider one");
+    if (!strcmp(s->type, "f32"))
+        memcpy(bits, &value, 4);
+    else if (!strcmp(s->type, "f16"))
+        fits = ((*bits = nearest(value, 5, 10)) & 0x7fff) < 0x7c00;
+    else if (!strcmp(s->type, "bf16"))
+        fits = ((*bits = nearest(value, 8, 7)) & 0x7fff) < 0x7f80;
+    else
+        fits = fabsf(value) <= 464 && ((*bits = nearest(value, 4, 3)), true); /* e4m3: the tie between 448 and NaN */
+    return fits ? LOWBIT_OK
+                : wrong(s, i, value, "overflows the type that the spec has for it; export with a wider one");
 }
 
 static int store_integer(const slot *s, int64_t i, uint32_t *bits) {
     int64_t value = integer_at(s->given, i);
     if (value < s->low || value > s->high)
-        return fail(LOWBIT_BAD_WEIGHT, "%s[%lld, %lld] = %lld must be in %lld..%lld", s->name, (long long)(i / s->columns),
-                    (long long)(i % s->columns), (long long)value, (long long)s->low, (long long)s->high);
+        return fail(LOWBIT_BAD_WEIGHT, "%s[%lld, %lld] = %lld must be in %lld..%lld", s->name,
+                    (long long)(i / s->columns), (long long)(i % s->columns), (long long)value, (long long)s->low,
+                    (long long)s->high);
     *bits = (uint32_t)(value - s->low) << s->bit;
     return LOWBIT_OK;
 }
@@ -110,7 +128,12 @@ static int store(const slot *s, int64_t i, int64_t place) {
 
 /* -- codes */
 
-typedef struct { int pieces; struct { int word, shift, low, bits; } piece[MOST_PIECES]; } reg;
+typedef struct {
+    int pieces;
+    struct {
+        int word, shift, low, bits;
+    } piece[MOST_PIECES];
+} reg;
 
 /* Where the bits of each register of a run are: whole codes side by side, and then those cut into the spare bits. */
 static int run_of(int bits, reg *run) {
@@ -200,14 +223,18 @@ static int pack_columns(const slot *s, int64_t k) {
     if (!seen) return fail(LOWBIT_NO_MEMORY, "no memory to check the permutation");
     for (int64_t c = 0; c < k && !code; c++)
         if (!(code = store(s, c, c)) && seen[integer_at(s->given, c)]++)
-            code = fail(LOWBIT_BAD_WEIGHT, "permutation[%lld] = %lld is there twice", (long long)c, (long long)integer_at(s->given, c));
+            code = fail(LOWBIT_BAD_WEIGHT, "permutation[%lld] = %lld is there twice", (long long)c,
+                        (long long)integer_at(s->given, c));
     free(seen);
     return code;
 }
 
 /* -- outliers */
 
-typedef struct { int64_t block, column, row; uint32_t bits; } outlier;
+typedef struct {
+    int64_t block, column, row;
+    uint32_t bits;
+} outlier;
 
 static int by_place(const void *a, const void *b) {
     const outlier *x = a, *y = b;
@@ -216,21 +243,26 @@ static int by_place(const void *a, const void *b) {
     return (x->row > y->row) - (x->row < y->row);
 }
 
-static int check_outliers(const lowbit_matmul *h, const lowbit_given *offsets, const lowbit_given *columns, const lowbit_given *values) {
+static int check_outliers(const lowbit_matmul *h, const lowbit_given *offsets, const lowbit_given *columns,
+                          const lowbit_given *values) {
     if (!offsets || !columns || !values || offsets->type != LOWBIT_I32 || columns->type != LOWBIT_I32 ||
         values->type != LOWBIT_F32 || offsets->count != h->n + 1 || columns->count != values->count || !offsets->data)
-        return fail(LOWBIT_BAD_WEIGHT, "outliers are outlier_offsets I32 [n + 1], outlier_columns I32 and outlier_values F32");
+        return fail(LOWBIT_BAD_WEIGHT,
+                    "outliers are outlier_offsets I32 [n + 1], outlier_columns I32 and outlier_values F32");
     const int32_t *from = offsets->data;
     for (int64_t r = 0; r < h->n; r++)
         if (from[r] > from[r + 1] || from[0])
-            return fail(LOWBIT_BAD_WEIGHT, "outlier_offsets must begin with 0 and not fall; see row %lld", (long long)r);
+            return fail(LOWBIT_BAD_WEIGHT, "outlier_offsets must begin with 0 and not fall; see row %lld",
+                        (long long)r);
     if (from[h->n] != values->count || (values->count && !(columns->data && values->data)))
-        return fail(LOWBIT_BAD_WEIGHT, "outlier_offsets end with %d, and there are %lld outliers", from[h->n], (long long)values->count);
+        return fail(LOWBIT_BAD_WEIGHT, "outlier_offsets end with %d, and there are %lld outliers", from[h->n],
+                    (long long)values->count);
     return LOWBIT_OK;
 }
 
 /* Writes outliers down in their order in memory; *count becomes how many are not zero. */
-static int sort_outliers(const lowbit_matmul *h, const packing *p, const lowbit_given *given, int number, outlier **found, int64_t *count) {
+static int sort_outliers(const lowbit_matmul *h, const packing *p, const lowbit_given *given, int number,
+                         outlier **found, int64_t *count) {
     const lowbit_given *offsets = given_named("outlier_offsets", given, number);
     const lowbit_given *columns = given_named("outlier_columns", given, number);
     slot s = {.name = "outliers", .type = "f16", .columns = 1, .given = given_named("outlier_values", given, number)};
@@ -239,17 +271,22 @@ static int sort_outliers(const lowbit_matmul *h, const packing *p, const lowbit_
     *found = malloc(sizeof **found * (size_t)(s.given->count + 1)), *count = 0;
     if (!*found) return fail(LOWBIT_NO_MEMORY, "no memory to sort outliers");
     for (int64_t r = 0; r < h->n && !code; r++)
-        for (int64_t i = ((const int32_t *)offsets->data)[r]; i < ((const int32_t *)offsets->data)[r + 1] && !code; i++) {
+        for (int64_t i = ((const int32_t *)offsets->data)[r]; i < ((const int32_t *)offsets->data)[r + 1] && !code;
+             i++) {
             int64_t column = integer_at(columns, i), row = stored_row(p, h->n, r);
             outlier *o = &(*found)[*count];
             *o = (outlier){row / ROWS_OF_BLOCK, column, row % ROWS_OF_BLOCK, 0};
-            if (column < 0 || column >= h->k) code = fail(LOWBIT_BAD_WEIGHT, "an outlier is in column %lld of %lld", (long long)column, (long long)h->k);
-            else code = store_float(&s, i, &o->bits);
+            if (column < 0 || column >= h->k)
+                code =
+                    fail(LOWBIT_BAD_WEIGHT, "an outlier is in column %lld of %lld", (long long)column, (long long)h->k);
+            else
+                code = store_float(&s, i, &o->bits);
             *count += ((const float *)s.given->data)[i] != 0;
         }
     if (!code) qsort(*found, (size_t)*count, sizeof **found, by_place);
     for (int64_t i = 1; i < *count && !code; i++)
-        if (!by_place(&(*found)[i - 1], &(*found)[i])) code = fail(LOWBIT_BAD_WEIGHT, "an outlier is there twice; add them up");
+        if (!by_place(&(*found)[i - 1], &(*found)[i]))
+            code = fail(LOWBIT_BAD_WEIGHT, "an outlier is there twice; add them up");
     if (code) free(*found);
     return code;
 }
@@ -258,12 +295,14 @@ static int sort_outliers(const lowbit_matmul *h, const packing *p, const lowbit_
 static int64_t write_lines(const packing *p, const outlier *o, int64_t count, uint32_t *memory) {
     int64_t head = (p->row_blocks + LINE) / LINE, line = head - 1, block = 0, used = ENTRIES;
     for (int64_t i = 0; i < count; i++) {
-        bool joins = i && used < ENTRIES && o[i].block == o[i - 1].block && o[i].column / SPAN == o[i - 1].column / SPAN;
+        bool joins =
+            i && used < ENTRIES && o[i].block == o[i - 1].block && o[i].column / SPAN == o[i - 1].column / SPAN;
         if (!joins) line++, used = 0;
         if (memory) {
             if (!joins) memory[line * LINE] = (uint32_t)o[i].column;
             for (; block <= o[i].block; block++) memory[block] = (uint32_t)line;
-            memory[line * LINE + 1 + used] = o[i].bits << 16 | ((uint32_t)o[i].column - memory[line * LINE]) << 4 | (uint32_t)o[i].row;
+            memory[line * LINE + 1 + used] =
+                o[i].bits << 16 | ((uint32_t)o[i].column - memory[line * LINE]) << 4 | (uint32_t)o[i].row;
         }
         used++;
     }
@@ -300,7 +339,8 @@ static int check_given(const slot *s) {
     if (!g || !g->data) return fail(LOWBIT_BAD_WEIGHT, "%s are missing", s->name);
     bool bytes = g->type == LOWBIT_U8 || g->type == LOWBIT_I8;
     if (s->integer ? !bytes && g->type != LOWBIT_I32 : g->type != LOWBIT_F32)
-        return fail(LOWBIT_BAD_WEIGHT, "%s must be %s", s->name, s->integer ? "integers: U8, I8 or I32" : "floats: F32");
+        return fail(LOWBIT_BAD_WEIGHT, "%s must be %s", s->name,
+                    s->integer ? "integers: U8, I8 or I32" : "floats: F32");
     if (g->count != s->rows * s->columns)
         return fail(LOWBIT_BAD_WEIGHT, "%s must be [%lld, %lld], %lld numbers, not %lld", s->name, (long long)s->rows,
                     (long long)s->columns, (long long)(s->rows * s->columns), (long long)g->count);
@@ -313,10 +353,12 @@ static int tensor_named(const lowbit_matmul *h, const char *name) {
     return -1;
 }
 
-static int pack_slot(const lowbit_matmul *h, const packing *p, json about, const lowbit_given *given, int count, void *const *weight) {
+static int pack_slot(const lowbit_matmul *h, const packing *p, json about, const lowbit_given *given, int count,
+                     void *const *weight) {
     slot s = {0};
     char tensor[MOST_NAME];
-    json shape = json_member(about, "shape"), index = json_member(about, "index"), columns = json_next(json_first(shape));
+    json shape = json_member(about, "shape"), index = json_member(about, "index"),
+         columns = json_next(json_first(shape));
     json_text(json_member(about, "name"), s.name, sizeof s.name);
     json_text(json_member(about, "type"), s.type, sizeof s.type);
     json_text(json_member(about, "tensor"), tensor, sizeof tensor);
@@ -340,7 +382,8 @@ static int check_names(json given_tensors, const lowbit_given *given, int count)
         for (json each = json_first(given_tensors); each && given[i].name; each = json_next(each))
             known |= json_is(json_member(each, "name"), given[i].name) ||
                      (json_is(json_member(each, "index"), "sparse") && !strncmp(given[i].name, "outlier_", 8));
-        if (!known) return fail(LOWBIT_BAD_WEIGHT, "this matmul has no %s; drop it", given[i].name ? given[i].name : "NULL");
+        if (!known)
+            return fail(LOWBIT_BAD_WEIGHT, "this matmul has no %s; drop it", given[i].name ? given[i].name : "NULL");
     }
     return LOWBIT_OK;
 }
@@ -349,12 +392,14 @@ int lowbit_pack(const lowbit_matmul *h, const lowbit_given *given, int count, vo
     if (!h || !given || !weight) return fail(LOWBIT_BAD_ARGUMENT, "handle, given or weight is NULL");
     packing p = packing_of(h);
     json slots = json_member(h->weight, "given");
-    int code = json_first(slots) ? check_names(slots, given, count)
-                                 : fail(LOWBIT_BAD_WEIGHT, "a weight with fold_scales is packed in Python; load it with lowbit_load");
+    int code = json_first(slots)
+                   ? check_names(slots, given, count)
+                   : fail(LOWBIT_BAD_WEIGHT, "a weight with fold_scales is packed in Python; load it with lowbit_load");
     for (int i = 0; i < h->tensors && !code; i++) {
         if (!weight[i]) return fail(LOWBIT_BAD_ARGUMENT, "weight[%d], for %s, is NULL", i, h->tensor_name[i]);
         if (strcmp(h->tensor_name[i], "outliers")) memset(weight[i], 0, (size_t)lowbit_tensor_bytes(h, i));
     }
-    for (json each = json_first(slots); each && !code; each = json_next(each)) code = pack_slot(h, &p, each, given, count, weight);
+    for (json each = json_first(slots); each && !code; each = json_next(each))
+        code = pack_slot(h, &p, each, given, count, weight);
     return code;
 }

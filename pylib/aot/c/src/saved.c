@@ -8,7 +8,12 @@
 
 enum { LINE_BYTES = 128, MOST_SPEC = 1 << 16 };
 
-typedef struct { blob file; char *header, *spec; const char *data; int64_t bytes; } saved;
+typedef struct {
+    blob file;
+    char *header, *spec;
+    const char *data;
+    int64_t bytes;
+} saved;
 
 static json tensor_about(const lowbit_matmul *h, int number) {
     json each = json_first(json_member(h->weight, "tensors"));
@@ -35,9 +40,10 @@ static int64_t bytes_in_memory(const lowbit_matmul *h, int i, const void *tensor
 }
 
 /* Writes one entry of the header. */
-static int write_entry(FILE *to, const char *name, const char *type, int shape_bytes, const char *shape, int64_t begin, int64_t bytes) {
-    return fprintf(to, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":%.*s,\"data_offsets\":[%lld,%lld]}", begin ? "," : "{", name, type,
-                   shape_bytes, shape, (long long)begin, (long long)(begin + bytes));
+static int write_entry(FILE *to, const char *name, const char *type, int shape_bytes, const char *shape, int64_t begin,
+                       int64_t bytes) {
+    return fprintf(to, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":%.*s,\"data_offsets\":[%lld,%lld]}", begin ? "," : "{",
+                   name, type, shape_bytes, shape, (long long)begin, (long long)(begin + bytes));
 }
 
 static bool write_header(const lowbit_matmul *h, const void *const *weight, int64_t spec_bytes, FILE *to) {
@@ -51,15 +57,19 @@ static bool write_header(const lowbit_matmul *h, const void *const *weight, int6
         json about = tensor_about(h, i), written = json_member(about, "shape");
         int64_t bytes = bytes_in_memory(h, i, weight[i]);
         length = snprintf(shape, sizeof shape, "[%lld,32]", (long long)(bytes / LINE_BYTES));
-        if (is_sparse(about)) size += (uint64_t)write_entry(to, h->tensor_name[i], type_of(about), length, shape, begin, bytes);
-        else size += (uint64_t)write_entry(to, h->tensor_name[i], type_of(about), (int)(json_end(written) - written), written, begin, bytes);
+        if (is_sparse(about))
+            size += (uint64_t)write_entry(to, h->tensor_name[i], type_of(about), length, shape, begin, bytes);
+        else
+            size += (uint64_t)write_entry(to, h->tensor_name[i], type_of(about), (int)(json_end(written) - written),
+                                          written, begin, bytes);
         begin += bytes;
     }
     size += (uint64_t)fprintf(to, "}%*s", (int)(7 - size % 8), "");
     return fine && !fseek(to, 0, SEEK_SET) && fwrite(&size, 8, 1, to) == 1 && !fseek(to, 0, SEEK_END);
 }
 
-static bool write_all(const lowbit_matmul *h, const void *const *weight, const char *spec, size_t spec_bytes, FILE *to) {
+static bool write_all(const lowbit_matmul *h, const void *const *weight, const char *spec, size_t spec_bytes,
+                      FILE *to) {
     bool fine = write_header(h, weight, (int64_t)spec_bytes, to) && fwrite(spec, 1, spec_bytes, to) == spec_bytes;
     for (int i = 0; i < h->tensors && fine; i++) {
         size_t bytes = (size_t)bytes_in_memory(h, i, weight[i]);
@@ -124,15 +134,18 @@ static int open_saved(const char *path, saved *s) {
 /* Checks that a weight was packed as this matmul reads it. */
 static int check_spec(const lowbit_matmul *h, const char *path, const saved *s) {
     json spec = json_member(s->spec, "spec"), own = json_member(h->about, "spec");
-    int64_t format = json_integer(json_member(s->spec, "format")), wanted = json_integer(json_member(h->text, "packing"));
+    int64_t format = json_integer(json_member(s->spec, "format")),
+            wanted = json_integer(json_member(h->text, "packing"));
     if (format != wanted)
-        return fail(LOWBIT_BAD_VERSION, "%s was saved in format %lld, this is %lld; save it again with the lowbit that exported",
-                    path, (long long)format, (long long)wanted);
+        return fail(LOWBIT_BAD_VERSION,
+                    "%s was saved in format %lld, this is %lld; save it again with the lowbit that exported", path,
+                    (long long)format, (long long)wanted);
     for (json each = json_first(json_member(h->weight, "same")); each; each = json_next(each)) {
         char name[MOST_NAME];
         json_text(each, name, sizeof name);
         if (!json_same(json_member(spec, name), json_member(own, name)))
-            return fail(LOWBIT_BAD_WEIGHT, "%s was packed with another %s; export for the spec that it has", path, name);
+            return fail(LOWBIT_BAD_WEIGHT, "%s was packed with another %s; export for the spec that it has", path,
+                        name);
     }
     json epilogue = json_member(spec, "epilogue");
     bool gated = epilogue && *epilogue == '"' && !json_is(epilogue, "residual");
@@ -162,13 +175,15 @@ static bool in_range(const lowbit_matmul *h, json about, const char *data, int64
     return last * LINE_BYTES == bytes;
 }
 
-static int find_tensor(const lowbit_matmul *h, const char *path, const saved *s, int i, const char **data, int64_t *bytes) {
+static int find_tensor(const lowbit_matmul *h, const char *path, const saved *s, int i, const char **data,
+                       int64_t *bytes) {
     json about = tensor_about(h, i), found = json_member(s->header, h->tensor_name[i]);
     int64_t least = lowbit_tensor_bytes(h, i);
     *data = bytes_of(s, found, bytes);
-    bool fits = *data && json_is(json_member(found, "dtype"), type_of(about)) &&
-                (is_sparse(about) ? *bytes >= least && *bytes % LINE_BYTES == 0
-                                  : *bytes == least && json_same(json_member(found, "shape"), json_member(about, "shape")));
+    bool fits =
+        *data && json_is(json_member(found, "dtype"), type_of(about)) &&
+        (is_sparse(about) ? *bytes >= least && *bytes % LINE_BYTES == 0
+                          : *bytes == least && json_same(json_member(found, "shape"), json_member(about, "shape")));
     if (!fits || !in_range(h, about, *data, *bytes))
         return fail(LOWBIT_BAD_WEIGHT, "%s: %s are missing, of another size, or damaged", path, h->tensor_name[i]);
     return LOWBIT_OK;
@@ -183,7 +198,8 @@ static int read_saved(const lowbit_matmul *h, const char *path, void *const *wei
         int64_t bytes = 0;
         code = find_tensor(h, path, &s, i, &data, &bytes);
         if (!code && sizes) sizes[i] = bytes;
-        if (!code && weight && !weight[i]) code = fail(LOWBIT_BAD_ARGUMENT, "weight[%d], for %s, is NULL", i, h->tensor_name[i]);
+        if (!code && weight && !weight[i])
+            code = fail(LOWBIT_BAD_ARGUMENT, "weight[%d], for %s, is NULL", i, h->tensor_name[i]);
         if (!code && weight) memcpy(weight[i], data, (size_t)bytes);
     }
     close_saved(&s);

@@ -1,6 +1,6 @@
-// lowbit::matmul for C++ programs with libtorch: the operator that graphs hold which Python has compiled or exported, by
-// the kernels of a library. It uses torch's stable ABI, so it is built once for torch 2.10 and later. lowbit's Python
-// package has operators of its own: a process has one or the other.
+// lowbit::matmul for C++ programs with libtorch: the operator that graphs hold which Python has compiled or exported,
+// by the kernels of a library. It uses torch's stable ABI, so it is built once for torch 2.10 and later. lowbit's
+// Python package has operators of its own: a process has one or the other.
 #define TORCH_TARGET_VERSION 0x020a000000000000 // 2.10
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -36,7 +36,8 @@ const lowbit::Matmul &matmul(const std::string &kernel, int device) {
 
 // The type that a description has for "act" or "out", or else another.
 ScalarType type_in(const std::string &kernel, const std::string &field, ScalarType otherwise) {
-    for (auto [name, type] : {std::pair("f16", ScalarType::Half), {"bf16", ScalarType::BFloat16}, {"f32", ScalarType::Float}})
+    for (auto [name, type] :
+         {std::pair("f16", ScalarType::Half), {"bf16", ScalarType::BFloat16}, {"f32", ScalarType::Float}})
         if (kernel.find("\"" + field + "\": \"" + name + "\"") != std::string::npos) return type;
     return otherwise;
 }
@@ -44,18 +45,23 @@ ScalarType type_in(const std::string &kernel, const std::string &field, ScalarTy
 // Throws unless x and the weight are what the matmul of a description takes.
 void check(const lowbit::Matmul &mm, const Tensor &x, const std::vector<Tensor> &weight, ScalarType act) {
     int tensors = lowbit_tensors(mm.get());
-    bool fits = x.dim() && x.size(x.dim() - 1) == mm.k() && x.scalar_type() == act && static_cast<int>(weight.size()) >= tensors;
+    bool fits = x.dim() && x.size(x.dim() - 1) == mm.k() && x.scalar_type() == act &&
+                static_cast<int>(weight.size()) >= tensors;
     for (int i = 0; fits && i < static_cast<int>(weight.size()); i++) {
         const Tensor &each = weight[static_cast<size_t>(i)];
         int64_t bytes = each.numel() * static_cast<int64_t>(each.element_size());
-        fits = each.is_contiguous() && each.device() == x.device() && (i >= tensors || bytes >= lowbit_tensor_bytes(mm.get(), i));
+        fits = each.is_contiguous() && each.device() == x.device() &&
+               (i >= tensors || bytes >= lowbit_tensor_bytes(mm.get(), i));
     }
-    if (!fits) throw lowbit::Error(LOWBIT_BAD_ARGUMENT, "lowbit::matmul: x or the weight does not fit the kernel's description");
+    if (!fits)
+        throw lowbit::Error(LOWBIT_BAD_ARGUMENT,
+                            "lowbit::matmul: x or the weight does not fit the kernel's description");
 }
 
 void *stream_of(int device) {
     using Get = int (*)(int32_t, void **);
-    static auto get = reinterpret_cast<Get>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream")); // of libtorch_cuda
+    static auto get =
+        reinterpret_cast<Get>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream")); // of libtorch_cuda
     void *stream = nullptr;
     if (!get || get(device, &stream)) throw lowbit::Error(LOWBIT_CUDA_FAILED, "torch has no CUDA stream");
     return stream;

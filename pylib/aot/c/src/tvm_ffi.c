@@ -10,14 +10,24 @@
 
 typedef struct { /* DLTensor */
     void *data;
-    struct { int32_t type, id; } device;
+    struct {
+        int32_t type, id;
+    } device;
     int32_t dims;
-    struct { uint8_t code, bits; uint16_t lanes; } type;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } type;
     int64_t *shape, *strides;
     uint64_t offset;
 } tensor;
 
-enum { INTEGER = 1, VIEW = 7, OBJECT = 70, HEADER = 24 }; /* type indices, and the bytes in front of a tensor object's view */
+enum {
+    INTEGER = 1,
+    VIEW = 7,
+    OBJECT = 70,
+    HEADER = 24
+}; /* type indices, and the bytes in front of a tensor object's view */
 enum { ON_CPU = 1, ON_CUDA = 2, MOST_OPERANDS = MOST_ARRAYS };
 
 static void *of_tvm(const char *symbol) {
@@ -56,11 +66,13 @@ static bool is_contiguous(const tensor *t) {
 }
 
 /* The handle for the device of a tensor, opened when the first call asks for it. */
-static lowbit_matmul *handle_for(const lowbit_file *files, const char *name, lowbit_tvm_handles *handles, const tensor *x) {
+static lowbit_matmul *handle_for(const lowbit_file *files, const char *name, lowbit_tvm_handles *handles,
+                                 const tensor *x) {
     static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
     int device = x->device.type == ON_CPU ? LOWBIT_CPU : x->device.id;
     if ((x->device.type != ON_CPU && x->device.type != ON_CUDA) || device + 1 >= LOWBIT_TVM_DEVICES) {
-        fail(LOWBIT_NOT_THERE, "x is on a device of type %d, number %d; it must be a CPU or one of 16 GPUs", x->device.type, x->device.id);
+        fail(LOWBIT_NOT_THERE, "x is on a device of type %d, number %d; it must be a CPU or one of 16 GPUs",
+             x->device.type, x->device.id);
         return NULL;
     }
     lowbit_matmul *found = atomic_load_explicit(&handles->of[device + 1], memory_order_acquire);
@@ -72,15 +84,21 @@ static lowbit_matmul *handle_for(const lowbit_file *files, const char *name, low
     return found;
 }
 
-static int check_matrix(const lowbit_matmul *h, int array, const char *name, const tensor *t, const tensor *x, int64_t columns) {
-    static const struct { const char *name; int code, bits; } types[] = {{"f16", 2, 16}, {"bf16", 4, 16}, {"f32", 2, 32}};
+static int check_matrix(const lowbit_matmul *h, int array, const char *name, const tensor *t, const tensor *x,
+                        int64_t columns) {
+    static const struct {
+        const char *name;
+        int code, bits;
+    } types[] = {{"f16", 2, 16}, {"bf16", 4, 16}, {"f32", 2, 32}};
     json type = json_member(json_first(json_member(h->about, "arrays")), "type");
     if (array == Y) type = json_member(json_next(json_first(json_member(h->about, "arrays"))), "type");
     bool fits = false;
     for (int i = 0; i < 3; i++)
-        fits |= json_is(type, types[i].name) && t->type.code == types[i].code && t->type.bits == types[i].bits && t->type.lanes == 1;
+        fits |= json_is(type, types[i].name) && t->type.code == types[i].code && t->type.bits == types[i].bits &&
+                t->type.lanes == 1;
     if (!fits || t->dims != 2 || t->shape[1] != columns || !is_contiguous(t))
-        return fail(LOWBIT_BAD_ARGUMENT, "%s must be contiguous, [rows, %lld], and of the type that was exported", name, (long long)columns);
+        return fail(LOWBIT_BAD_ARGUMENT, "%s must be contiguous, [rows, %lld], and of the type that was exported", name,
+                    (long long)columns);
     if (t->device.type != x->device.type || t->device.id != x->device.id)
         return fail(LOWBIT_BAD_ARGUMENT, "%s is on another device than x; move one of them", name);
     return LOWBIT_OK;
@@ -90,7 +108,8 @@ static int multiply(const lowbit_matmul *h, const tensor *const *given, int32_t 
     const tensor *x = given[0], *y = given[1], *workspace = given[2];
     const void *operands[MOST_OPERANDS];
     if (count != 3 + h->tensors + h->inputs)
-        return fail(LOWBIT_BAD_ARGUMENT, "x, y, a workspace, %d tensors of the weight and %d others are wanted, not %d arguments",
+        return fail(LOWBIT_BAD_ARGUMENT,
+                    "x, y, a workspace, %d tensors of the weight and %d others are wanted, not %d arguments",
                     h->tensors, h->inputs, count);
     for (int i = 3; i < count; i++) {
         if (!is_contiguous(given[i]) || given[i]->device.type != x->device.type || given[i]->device.id != x->device.id)
@@ -103,8 +122,14 @@ static int multiply(const lowbit_matmul *h, const tensor *const *given, int32_t 
         return fail(LOWBIT_BAD_ARGUMENT, "x has %lld rows, and y %lld", (long long)x->shape[0], (long long)y->shape[0]);
     int64_t bytes = workspace->type.bits / 8;
     for (int i = 0; i < workspace->dims; i++) bytes *= workspace->shape[i];
-    lowbit_call call = {.size = sizeof call, .x = data_of(x), .weight = operands, .y = (void *)data_of(y), .m = y->shape[0],
-                        .x_rows = x->shape[0], .inputs = operands + h->tensors, .workspace = (void *)data_of(workspace),
+    lowbit_call call = {.size = sizeof call,
+                        .x = data_of(x),
+                        .weight = operands,
+                        .y = (void *)data_of(y),
+                        .m = y->shape[0],
+                        .x_rows = x->shape[0],
+                        .inputs = operands + h->tensors,
+                        .workspace = (void *)data_of(workspace),
                         .workspace_bytes = bytes};
     if (x->device.type == ON_CUDA && stream_of) call.stream = stream_of(x->device.type, x->device.id);
     return lowbit_run(h, &call);
@@ -116,7 +141,8 @@ int lowbit_tvm_call(const lowbit_file *files, const char *name, int what, lowbit
     pthread_once(&once, find_tvm);
     int tensors = what ? 1 : count;
     if (count < (what ? 2 : 3) || count > MOST_OPERANDS || (what && (count != 2 || arguments[1].kind != INTEGER))) {
-        fail(LOWBIT_BAD_ARGUMENT, what ? "a tensor and a number of rows are wanted" : "x, y, a workspace and a weight are wanted");
+        fail(LOWBIT_BAD_ARGUMENT,
+             what ? "a tensor and a number of rows are wanted" : "x, y, a workspace and a weight are wanted");
         return raised();
     }
     for (int i = 0; i < tensors; i++)
