@@ -35,6 +35,9 @@ KNOWN = (
 )
 """Decoder layers whose forward is norm, attention, sum, norm, feed-forward network, sum."""
 
+ATTENTION = ("sdpa", "lowbit_grouped")
+"""Names of attention whose masks say for each place whether it may be looked at: the latter is that of
+`lowbit bench-model`."""
 QKV, GATE_UP = "q_k_v_proj", "gate_up_proj"
 CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _CACHE = "transformers.cache_utils.StaticLayer"
@@ -267,7 +270,7 @@ def _is_as_fused(layer: Any, x: Tensor) -> bool:
         and not _has_hooks(attention)
         and not _has_hooks(layer.mlp)
         and all(each._act is x.dtype for each in (attention.q_k_v_proj, attention.o_proj))
-        and layer.self_attn.config._attn_implementation == "sdpa"
+        and layer.self_attn.config._attn_implementation in ATTENTION
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import LowbitLinear, QuantConfig
+from lowbit.pylib.model_speed.runner import Runner, Step
 from lowbit.pylib.nn import chain
 from lowbit.pylib.nn.chain import ChainedLayer
 from lowbit.pylib.nn.gated_linear import GatedLinear
@@ -163,6 +164,13 @@ def test_compiled_without_a_break() -> None:
     cache = static_cache(model)
     torch.testing.assert_close(steps(model, (6, 7), cache, step), expected, rtol=2e-2, atol=2e-2)
     assert [int(layer.cumulative_length) for layer in cache.layers] == [7, 7]
+
+
+def test_bench_model_decodes_in_a_chain(chained: list[int]) -> None:
+    runner = Runner(fused(low_bit()), Step(batch=2, tokens=1, context=20), compiled=False)
+    assert chained == [1, 1] and runner.output.shape == (2,)  # the first call makes the cache
+    expected = Runner(low_bit(), Step(batch=2, tokens=1, context=20), compiled=False).output
+    assert runner.output.shape == expected.shape and len(chained) == 2
 
 
 # -- what goes the old way

@@ -30,6 +30,7 @@ from lowbit.pylib.model_speed.runner import Runner, Step, cache_argument
 from lowbit.pylib.model_speed.split import kind_of
 from lowbit.pylib.model_speed.table import aligned, speedup, split_table, table
 from lowbit.pylib.nn.dense_experts import specs_of_experts
+from lowbit.pylib.nn.gated_linear import GatedLinear
 from lowbit.pylib.runtime.devices import available_memory
 from lowbit.pylib.tune.model_shapes import MIXTURES, MODELS
 
@@ -45,7 +46,7 @@ def test_weights_are_made_packed() -> None:
         "q_k_v_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"
     }  # fmt: skip
     assert all(spec.act == "bf16" and spec.weight == "u4" for spec in linears.values())
-    assert {type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)} == {LowbitLinear}
+    assert {type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)} == {LowbitLinear, GatedLinear}
     apart = random_model(model_config("tiny", layers=1), U4, "cpu", fuse=False)
     assert sum(isinstance(m, LowbitLinear) for m in apart.modules()) == 7
     with torch.no_grad():
