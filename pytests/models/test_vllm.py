@@ -29,10 +29,11 @@ import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, PackError, QuantConfig, SpecError
 from lowbit.pylib.build import driver
 from lowbit.pylib.checkpoints.registry import import_experts
+from lowbit.pylib.experts import by_kernel
 from lowbit.pylib.integrations.serving import experts as vllm_experts
 from lowbit.pylib.integrations.serving import startup as vllm_startup
 from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, source_of_experts
-from lowbit.pylib.integrations.serving.experts import GATES, Experts, each_of, quantize_experts
+from lowbit.pylib.integrations.serving.experts import GATES, Experts, each_of, gated, quantize_experts
 from lowbit.pylib.integrations.serving.names import Names, Place
 from lowbit.pylib.integrations.serving.rows import Rows, Share, Source, opened, quantize_rows, rows_of, shares_of
 
@@ -758,6 +759,33 @@ def test_experts_of_other_libraries(name: str, leaves: str, format: str, methods
         return
     halves = [imported_layer(methods, tmp_path, rank=rank, count=2)(x, weights, ids).float() for rank in (0, 1)]
     assert close(sum(halves), expected) and not close(halves[0], expected)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_kernels_of_experts_with_orders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start compiles the kernels of the weights in order, and those that permute; no call compiles another."""
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
+    moe_checkpoints.write("mixtral", "gptq-act-order", tmp_path / "model")
+    checkpoint = opened(tmp_path / "model")
+    modules = [module for module in checkpoint.modules if ".layers.1." in module and ".experts." in module]
+    source, path = source_of_experts(checkpoint, modules), modules[0].partition(".experts.")[0]
+    tensors = {
+        kind: torch.stack([checkpoint.tensors[f"{path}.experts.{number}.{kind}"] for number in range(3)])
+        for kind in source.tensors
+    }
+    gate_up, down = source.weights(tensors, ExpertShare(GATES["silu"], "bf16", 0, 1))
+    experts, (x, weights, ids) = Experts(gated(gate_up, GATES["silu"]), down, top_k=2), chosen()
+    expected = experts(x, ids % 3, weights)
+    for module in (vllm_startup, vllm_experts):
+        monkeypatch.setattr(module, "target_of", lambda device: "emulator:sm_80")
+    startup = vllm_startup.Startup()
+    startup.limits = vllm_startup.Limits(tokens=6)
+    startup.expect(startup)
+    startup.loaded(startup, "experts", experts)
+    compiled = by_kernel._permute_kernel.cache_info().misses
+    monkeypatch.setattr(driver, "_build", refuse)
+    assert compiled and close(experts(x, ids % 3, weights), expected)
+    assert by_kernel._permute_kernel.cache_info().misses == compiled
 
 
 def test_experts_of_which_some_have_zeros(tmp_path: Path) -> None:

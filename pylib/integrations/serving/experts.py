@@ -17,9 +17,10 @@ from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.kernels.experts.choice import schedule_for_few, tile_for
+from lowbit.passes.kernels.permute.family import FEW_ROWS
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.targets import parse_target
-from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
+from lowbit.pylib.experts.by_kernel import combine_by_kernel, permute_by_kernel, route_by_kernel
 from lowbit.pylib.nn.gated_linear import Gate, in_halves, with_gate
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.packed_module import PackedModule
@@ -61,15 +62,25 @@ class ExpertKernels:
         return tuple(self._by_request(tokens)) if parse_target(self.target).is_gpu else ()
 
     def prepare(self, tokens: int) -> None:
-        """Have these kernels ready in this process, and those that route tokens and add up."""
+        """Have these kernels ready in this process, and those that route tokens, permute x and add up."""
         on = parse_target(self.target)
         for spec, tile, slots in self._by_request(tokens).values() if on.is_gpu else ():
             expert_matmul(spec, on).kernel(tile, slots)
-        device = "cuda" if on.kind == "cuda" else "cpu"
-        ids, weights = (torch.zeros(1, self.top_k, dtype=t, device=device) for t in (torch.int32, torch.float32))
-        o = torch.zeros(self.top_k, self.down.n // self.down.experts, dtype=TORCH[self.down.out_dtype], device=device)
+        for count in (1, min(tokens, FEW_ROWS + 1)) if on.is_gpu else ():
+            self._prepare_others(count, "cuda" if on.kind == "cuda" else "cpu")
+
+    def _prepare_others(self, tokens: int, device: str) -> None:
+        """Run the kernels around the matmuls, for so many tokens that all have the first expert."""
+        ids, weights = (torch.zeros(tokens, self.top_k, dtype=t, device=device) for t in (torch.int32, torch.float32))
         tile = _tiles(self.gate_up, self.down, self.target)[0]
-        combine_by_kernel(o, route_by_kernel(ids, self.gate_up.experts, tile, self.target), weights, self.target)
+        routing = route_by_kernel(ids, self.gate_up.experts, tile, self.target)
+        for spec, rows, numbers in ((self.gate_up, tokens, routing.rows), (self.down, ids.numel(), routing.numbers)):
+            if spec.permuted:
+                x = torch.zeros(rows, spec.k, dtype=TORCH[spec.act], device=device)
+                order = torch.zeros(spec.experts * spec.k, dtype=torch.int32, device=device)
+                permute_by_kernel(x, order, numbers, routing.tiles, tile, self.target)
+        o = torch.zeros(ids.numel(), self.down.outputs, dtype=TORCH[self.down.out_dtype], device=device)
+        combine_by_kernel(o, routing, weights, self.target)
 
     def _by_request(self, tokens: int) -> dict[KernelRequest, tuple[MatmulSpec, int, int]]:
         """Returns the kernels, each with its matrix, a token tile, and a number of slots that it serves."""
@@ -78,9 +89,10 @@ class ExpertKernels:
         for slots in range(self.top_k, self.top_k * tokens + 1, self.top_k):
             tile = tile_for(tiles, slots, self.gate_up.experts)
             for spec in (self.gate_up, self.down):
-                schedule = schedule_for_few(spec.for_rows(slots), tile, slots, on)
+                in_order = replace(spec.for_rows(slots), permuted=False)
+                schedule = schedule_for_few(in_order, tile, slots, on)
                 if schedule is not None:
-                    found.setdefault(request(spec.for_rows(slots), on, schedule), (spec, tile, slots))
+                    found.setdefault(request(in_order, on, schedule), (spec, tile, slots))
         return found
 
     def __str__(self) -> str:
