@@ -41,5 +41,10 @@ def compute_buffers(model: nn.Module, device: torch.device | str) -> None:
 
 def _lost(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers on meta that are no part of a model's state."""
-    state = model.state_dict(keep_vars=True).keys()
-    return {name: t for name, t in model.named_buffers() if t.is_meta and name not in state}
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                found[f"{path}.{name}".lstrip(".")] = buffer
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +20,7 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
+from lowbit.pylib.nn.progress import LayerBar
 from lowbit.pylib.weights.packed import PackedWeight
 
 
@@ -41,6 +42,7 @@ class Loader:
     placement   where the quantized layers of the checkpoint belong among them
     act         as in `Checkpoint.load`
     device      where to load; None: where the model's own modules are
+    progress    show a bar, if standard error is a terminal
     """
 
     modules: Mapping[str, nn.Module]
@@ -48,14 +50,27 @@ class Loader:
     checkpoint: Checkpoint
     act: Act | None
     device: torch.device | str | None
+    progress: bool = True
 
     def replacements(self) -> dict[str, nn.Module]:
         """Returns a module for each name of a layer, or of experts, that are quantized in the checkpoint, and for the
         linear layers that are tied to an embedding among them."""
-        found: dict[str, nn.Module] = {here: self._layer(name, here) for here, name in self.placement.linears.items()}
+        found: dict[str, nn.Module] = {}
+        with LayerBar(self.progress, self.placement.count, self.device) as bar:
+            for name, modules in self._in_turn():
+                bar.begin(name)
+                found |= modules()
+                bar.end()
+        return found
+
+    def _in_turn(self) -> Iterator[tuple[str, Callable[[], Mapping[str, nn.Module]]]]:
+        """Yields the names of modules of the model, each with what loads its replacement."""
+        for here, name in self.placement.linears.items():
+            yield here, lambda here=here, name=name: {here: self._layer(name, here)}
         for here, name in self.placement.embeddings.items():
-            found |= self._embedding(name, here)
-        return found | {owner: self._experts(owner, places) for owner, places in self.placement.experts.items()}
+            yield here, lambda here=here, name=name: self._embedding(name, here)
+        for owner, places in self.placement.experts.items():
+            yield owner, lambda owner=owner, places=places: {owner: self._experts(owner, places)}
 
     def _layer(self, name: str, here: str) -> LowbitLinear:
         old = self.modules[here]

@@ -105,6 +105,7 @@ def load_checkpoint(
     act: Act | None = None,
     device: torch.device | str | None = None,
     ignore: Sequence[str] = (),
+    progress: bool = True,
 ) -> Checkpoint:
     """Load a model from a folder, lowbit's own or another library's; returns the opened checkpoint.
 
@@ -118,6 +119,7 @@ def load_checkpoint(
              models are computed as `from_pretrained` does it, and those of others are an error
     ignore   patterns of names of tensors in the files that the model does not need, such as "*.k_scale"; a quantized
              layer is left out as a whole, never a part of it
+    progress show a bar with time and memory, if standard error is a terminal
 
     Raises CheckpointError for a tensor that is missing, left over, damaged, or of another shape than the model's; it
     names the file and the layer, and leaves the model as it was.
@@ -136,7 +138,7 @@ def load_checkpoint(
         if not all(matches(tensor, ignore) for tensor in checkpoint.names_of(name).values())
     }
     placement = placed(layers, modules, str(checkpoint.tensors.folder))
-    loaded = Loader(modules, placement, checkpoint, act, device).replacements()
+    loaded = Loader(modules, placement, checkpoint, act, device, progress).replacements()
     places = {place: new for name, new in loaded.items() for place, old in modules.items() if old is modules[name]}
     replaced = tuple(f"{place}.{'weight' if isinstance(new, TiedLinear) else ''}" for place, new in places.items())
     wanted = {name: t for name, t in model.state_dict(keep_vars=True).items() if not name.startswith(replaced)}

@@ -30,6 +30,11 @@ class Placement:
     embeddings: dict[str, str] = field(default_factory=dict[str, str])
     experts: dict[str, dict[Place, str]] = field(default_factory=dict[str, "dict[Place, str]"])
 
+    @property
+    def count(self) -> int:
+        """The number of modules that are replaced."""
+        return len(self.linears) + len(self.embeddings) + len(self.experts)
+
 
 def placed(layers: Mapping[str, str], modules: Mapping[str, nn.Module], where: str) -> Placement:
     """Returns the places of layers in a model. Raises CheckpointError where there is none, or experts lack layers.

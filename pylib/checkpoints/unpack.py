@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from lowbit.dialect.errors import CheckpointError
 
-AT_ONCE = 1 << 24  # codes: what unpacking takes in memory does not grow with the weight
+AT_ONCE = 1 << 20  # codes: what unpacking takes in memory does not grow with the weight
 SPREAD = {1: (torch.int64, 7), 2: (torch.int32, 6), 4: (torch.int16, 4)}
 """For codes that do not straddle bytes: the type with a byte for each code of a byte, and how much further to the left
 each code comes to lie in it than the code before."""

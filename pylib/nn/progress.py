@@ -1,4 +1,4 @@
-"""A bar that shows how far a model is quantized, with time and memory."""
+"""A bar that shows how far a model is quantized or loaded, with time and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 class LayerBar:
     """Shows how many of `total` layers are done, how long the rest will take, and the memory in use, where standard
-    error is a terminal and it is asked for. device: where layers are quantized; None: where they are."""
+    error is a terminal and it is asked for. device: where layers go or are quantized; None: where they are."""
 
     def __init__(self, shown: bool, total: int, device: torch.device | str | None) -> None:
         console = Console(stderr=True)
@@ -35,7 +35,7 @@ class LayerBar:
         self._bar.update(self._task, description=name, memory=_memory(self._device))
 
     def end(self) -> None:
-        """The quantization is done."""
+        """The layer is done."""
         self._bar.advance(self._task)
 
 

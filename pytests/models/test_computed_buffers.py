@@ -87,3 +87,15 @@ def test_other_models_must_have_them(tmp_path: Path) -> None:
     lowbit.load_checkpoint(empty, tmp_path)
     x = torch.ones(2, 32, dtype=torch.bfloat16)
     assert torch.equal(empty(x), model(x))
+
+
+def test_codes_are_not_read_again_after_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state dictionary compares all codes with what was packed, which takes time and memory."""
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    lowbit.quantize_(model, lowbit.QuantConfig("u4", group_size=32), progress=False)
+    lowbit.save_checkpoint(model, tmp_path)
+    with torch.device("meta"):
+        again = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    monkeypatch.setattr(lowbit.LowbitLinear, "_save_to_state_dict", None)
+    lowbit.load_checkpoint(again, tmp_path, progress=False)
+    assert isinstance(again[0], lowbit.LowbitLinear) and not again[0].codes.is_meta
