@@ -27,10 +27,25 @@ Tensors = Mapping[str, Any]
 
 def matmul(fields: Fields, x: Any, tensors: Tensors) -> F64:
     """Returns y [m, n] for x [m, k]; [m, n / 2] for a gated MLP. With the tensors is the residual, if there is one."""
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         y = multiplied(fields, _numbers(x)) @ weight(fields, tensors).T
         y = y + _numbers(tensors["bias"]) if fields["bias"] else y
         return ended(y, fields["epilogue"], tensors)
+
+
+def matmul_of_experts(fields: Fields, x: Any, tensors: Tensors) -> F64:
+    """Returns y [experts, m, n / experts] for x [m, k] of a weight of several experts, which have rows, and all columns
+    of a permutation, one after the other; half as many columns for gated MLPs."""
+    experts = fields["experts"]
+    one = {**fields, "n": fields["n"] // experts, "experts": 1}
+
+    def cut(name: str, expert: int) -> Any:
+        whole = tensors[name].to_dense() if name == "outliers" else tensors[name]
+        part = whole[len(whole) // experts * expert :][: len(whole) // experts]
+        return part.to_sparse_csr() if name == "outliers" else part
+
+    each = ({name: cut(name, expert) for name in tensors} for expert in range(experts))
+    return np.stack([matmul(one, x, of_one) for of_one in each])
 
 
 def ended(y: F64, epilogue: str | None, tensors: Tensors) -> F64:

@@ -10,7 +10,7 @@ to the spec's types. n is that of `codes`, so a few rows of a large weight can b
 """
 
 from lowbit.pylib.reference.bounds import agrees, folded_weight, tolerance
-from lowbit.pylib.reference.definition import dequantize, matmul, multiplied
+from lowbit.pylib.reference.definition import dequantize, matmul, multiplied, of_slots
 from lowbit.pylib.reference.inputs import random_inputs, random_problem, random_residual
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "folded_weight",
     "matmul",
     "multiplied",
+    "of_slots",
     "random_inputs",
     "random_problem",
     "random_residual",

@@ -97,6 +97,13 @@ def of_expert(spec: MatmulSpec, tensors: Mapping[str, Array | None], expert: int
     return {name: cut(name, tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
+def of_slots(every: F64, spec: MatmulSpec, experts: Array) -> F64:
+    """Returns what the expert of each slot makes of it, [slots, outputs], of what every expert does, [slots, experts *
+    outputs]. experts: [slots]"""
+    columns = f64(experts).astype(int)[:, None] * spec.outputs + np.arange(spec.outputs)
+    return np.take_along_axis(every, columns, 1)
+
+
 def halves(sums: F64) -> tuple[F64, F64]:
     """Returns the columns of the gate and those that it multiplies."""
     middle = sums.shape[1] // 2

@@ -59,7 +59,7 @@ def run_expert_trial(
         check_device(parsed, -1)
     on_step("packing random data")
     device = "cuda" if parsed.kind == "cuda" else "cpu"
-    data = sample(kind, m, device, **_rounding(kind, m, chosen))
+    data = sample(kind, m, device, **rounding_of_experts(kind, m, chosen))
     ids = random_ids(m, top_k, spec.experts).to(device)
     routing = route(ids, spec.experts, tile)
 
@@ -86,7 +86,7 @@ def run_expert_trial(
     )
 
 
-def _rounding(spec: MatmulSpec, m: int, schedule: KernelSchedule | None) -> dict[str, bool]:
+def rounding_of_experts(spec: MatmulSpec, m: int, schedule: KernelSchedule | None) -> dict[str, bool]:
     """Returns what is rounded besides sums. A CPU multiplies at most m rows by an expert."""
     if schedule is None:
         return rounding_on_cpu(replace(spec, n=spec.n // spec.experts, experts=1), m)

@@ -1,5 +1,6 @@
 """A covering array of all that a user can write: every two values of two fields that go together meet in a case, and
-every three of element, scale and zeros. What goes together is what `MatmulSpec` accepts.
+every three of element, scale and zeros. What goes together is what `MatmulSpec` accepts. Weights of several experts
+have an array of their own, of pairs.
 
 Which code computes a weight depends on more than three fields at once. So kinds of elements and of scales, zeros, the
 type of x and the engine that multiplies meet in fives (`ENGINES`, `SCALES`, `ELEMENTS`), in groups.
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -21,6 +22,8 @@ from allpairspy import AllPairs
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule
+from lowbit.passes.kernels.experts.choice import tiles_of
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.check.cases import CODES, Case, spec_of
 
 SECOND = ("second_level", "second_rows", "second_groups", "second_scale")
@@ -54,7 +57,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "permuted": (False, True),
     "outliers": (False, True),
     "epilogue": (None, "silu_mul", "gelu_mul", "swiglu_oai", "residual"),
-    "experts": (1,),  # those are called in another way
+    "experts": (1,),  # of several: EXPERT_FACTORS
     "n": (16, 40, 48),
     "k": (64, 96, 192, 256, 260),
 }
@@ -120,9 +123,9 @@ def _spec(choice: Mapping[str, Any]) -> MatmulSpec:
     return spec_of(choice, random.Random(0))
 
 
-def completed(wanted: Mapping[str, Any]) -> Choice | None:
-    """Returns a legal choice that has what is wanted; None if there is none."""
-    choices = (base | dict(wanted) for base in BASES)
+def completed(wanted: Mapping[str, Any], bases: Sequence[Choice] = BASES) -> Choice | None:
+    """Returns a legal choice that has what is wanted, and the rest of a base; None if there is none."""
+    choices = (base | dict(wanted) for base in bases)
     return next((choice for choice in choices if legal(choice)), None)
 
 
@@ -200,6 +203,45 @@ def integer_cases() -> list[Case]:
     specs = ((_spec(PLAIN | {"k": 256} | row), row["target"]) for row in (*rows, coarse))
     kinds = itertools.cycle((IntegerSchedule(1, 1, 1, 2, 256, 2), IntegerSchedule(1, 2, 1, 1, 256, 2)))
     return [Case(spec, target, 1, seed, next(kinds)) for seed, (spec, target) in enumerate(specs)]
+
+
+EXPERT_FACTORS: dict[str, tuple[Any, ...]] = FACTORS | {
+    "place": (
+        *(("cpu", 9), ("emulator:sm_80", 9), ("emulator:sm_80", 40)),
+        *(("emulator:sm_90a", m) for m in (1, 20, 170)),
+    ),
+    "scale": ("f16", "bf16", "f32", "e8m0", "e4m3", "u4", "i6", "lut8"),
+    "epilogue": (None, "silu_mul", "gelu_mul", "swiglu_oai"),
+    "experts": (3,),
+    "n": (48, 96, 144),
+    "k": (64, 96, 192, 256),
+}
+"""Fields of weights of several experts, where rows of x go to two of them."""
+
+
+@cache
+def expert_array() -> CoveringArray:
+    """Returns choices for weights of experts: of rows in which every two values meet that go together, those that a
+    kernel serves. They are in an order in which every other has nearly all values."""
+    bases = [base | {"experts": 3, "n": 48} for base in BASES]
+
+    def may_become_legal(row: list[Any]) -> bool:
+        return completed(dict(zip(EXPERT_FACTORS, row)), bases) is not None
+
+    rows = AllPairs(list(EXPERT_FACTORS.values()), filter_func=may_become_legal)
+    choices = [dict(zip(EXPERT_FACTORS, row)) for row in rows]
+    choices = [choice for choice in choices if legal(choice) and _has_kernel(choice)]
+    random.Random(1).shuffle(choices)
+    return CoveringArray(choices)
+
+
+def _has_kernel(choice: Choice) -> bool:
+    """Tells whether a kernel multiplies by the experts of a choice."""
+    target, spec = parse_target(choice["place"][0]), replace(_spec(choice), permuted=False)
+    try:
+        return bool(tiles_of(spec, target)) if target.is_gpu else not spec.outliers
+    except SpecError:
+        return False
 
 
 @cache

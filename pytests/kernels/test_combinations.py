@@ -1,7 +1,7 @@
 """Every two fields of a spec meet, and element, scale and zeros in threes: on the CPU and in the emulator, against the
 definition of `pylib.check`, which shares no code with the compiler.
 
-A third of the cases run in CI, all of them with `-m slow`.
+A third of the cases run in CI, and half of those of experts; all of them with `-m slow`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from combinations import (
+    EXPERT_FACTORS,
     FACTORS,
     completed,
     covering_array,
+    expert_array,
     fives_of,
     integer_cases,
     legal,
@@ -35,6 +37,7 @@ from lowbit.pylib.check.cases import Case
 from lowbit.pylib.check.trial import try_case
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.runtime.devices import target_named
+from lowbit.pylib.weights import packed
 
 KERNELS = (
     *("cpu", "decode", "decode with wgmma", "decode_integer", "prefill", "prefill_mma", "dequantize"),
@@ -44,17 +47,26 @@ Tensors = dict[str, Tensor]
 SHARE = 3  # one case in so many is run in CI
 
 
-def listed(number: int, case: Case) -> Any:
+def listed(number: int, case: Case, share: int = SHARE) -> Any:
     """A case as a parameter."""
-    marks = [pytest.mark.slow] if number % SHARE else []
+    marks = [pytest.mark.slow] if number % share else []
     return pytest.param(case, id=f"{number}-{case.spec.weight}-{case.target}-{case.m}", marks=marks)
 
 
-ARRAY = covering_array()
+ARRAY, OF_EXPERTS = covering_array(), expert_array()
 
 
 @pytest.mark.parametrize("case", [listed(*each) for each in enumerate(ARRAY.cases)] + integer_cases())
 def test_case(case: Case) -> None:
+    assert_right(case)
+
+
+@pytest.mark.parametrize("case", [listed(*each, share=2) for each in enumerate(OF_EXPERTS.cases)])
+def test_case_of_experts(case: Case) -> None:
+    assert_right(case)
+
+
+def assert_right(case: Case) -> None:
     outcome = try_case(case)
     refused = outcome.verdict == "refused" and outcome.detail.startswith("fold_scales takes")  # in e4m3, by `pack`
     assert outcome.verdict == "right" or (refused and case.spec.scale == "e4m3"), f"{case}: {outcome.detail}"
@@ -69,6 +81,16 @@ def test_all_pairs_and_triples_are_covered() -> None:
     assert not missing
     missing = [each for each in wanted_triples() if completed(each) and tuple(each.values()) not in triples]
     assert not missing
+
+
+@pytest.mark.parametrize("share", [1, 2])
+def test_every_value_is_covered_with_experts(share: int) -> None:
+    """By the cases that run in CI as well, but for groups of 48 columns."""
+    choices = OF_EXPERTS.choices[::share]
+    missing = {(name, value) for name, values in EXPERT_FACTORS.items() for value in values} - {
+        item for choice in choices for item in choice.items()
+    }
+    assert missing <= ({("group_size", 48)} if share == 2 else set())
 
 
 def test_all_fives_are_covered() -> None:
@@ -155,6 +177,14 @@ def test_a_wrong_weight_is_found(family: str, change: Any, monkeypatch: pytest.M
     monkeypatch.setattr(Matmul, "pack", lambda mm, **tensors: pack(mm, **change(tensors)))
     zeros = change is without_a_zero
     assert is_found(cases_of(family, lambda spec: not zeros or spec.zeros in ("int", "float")))
+
+
+@pytest.mark.parametrize("target", ["cpu", "emulator:sm_80", "emulator:sm_90a"])
+def test_a_wrong_weight_of_experts_is_found(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the first expert has the scales of its second row in its first is seen where that has slots."""
+    pack = packed.pack
+    monkeypatch.setattr(packed, "pack", lambda spec, **tensors: pack(spec, **with_scales_swapped(tensors)))
+    assert is_found(case for case in OF_EXPERTS.cases if case.target == target)
 
 
 @pytest.mark.parametrize("family", KERNELS)
