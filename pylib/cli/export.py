@@ -26,7 +26,7 @@ def export(
     targets: Annotated[
         str | None, typer.Option("--targets", "-t", help=f"Separated by commas: {GPU_NAMES}, cpu.")
     ] = None,
-    folder: Annotated[Path, typer.Option("--folder", "-o", help="Folder to write to.")] = Path("lowbit-export"),
+    folder: Annotated[Path, typer.Option("--folder", help="Folder to write to.")] = Path("lowbit-export"),
     name: Annotated[str | None, typer.Option(help="Name of the matmul in C; without it, made of its format.")] = None,
     wide_range: Annotated[
         bool, typer.Option("--wide-range", help="For weights with values beyond the act type.")

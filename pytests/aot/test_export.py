@@ -79,7 +79,7 @@ def test_equal_code_is_one_file(tmp_path: Path) -> None:
 def test_mistakes_in_a_file(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "m.toml"
     file.write_text(text)
-    done = CliRunner().invoke(app, ["export", str(file), "-t", "cpu", "-o", str(tmp_path / "out")])
+    done = CliRunner().invoke(app, ["export", str(file), "--targets", "cpu", "--folder", str(tmp_path / "out")])
     assert done.exit_code == 1
     assert re.search(message, " ".join(done.output.split())), done.output
 
@@ -88,7 +88,7 @@ def test_a_file_of_matmuls(tmp_path: Path) -> None:
     file = tmp_path / "m.toml"
     tables = [f"[matmul.{name}]\nn = 16\nk = 32\nweight = '{weight}'" for name, weight in (("a", "mxfp4"), ("b", "u2"))]
     file.write_text("\n".join(["targets = ['cpu']", *tables]))
-    done = CliRunner().invoke(app, ["export", str(file), "-o", str(tmp_path / "out"), "--json"])
+    done = CliRunner().invoke(app, ["export", str(file), "--folder", str(tmp_path / "out"), "--json"])
     assert [each["name"] for each in json.loads(done.stdout)["matmuls"]] == ["a", "b"]
     assert read_manifest(tmp_path / "out")["matmuls"][0]["spec"]["scale"] == "e8m0"
     both = CliRunner().invoke(app, ["export", str(file), "-n", "8"])
