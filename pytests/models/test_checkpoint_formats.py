@@ -657,6 +657,8 @@ def test_the_page_lists_every_method() -> None:
     page = (Path(__file__).parents[2] / "docs/howto/checkpoints.md").read_text()
     listed = set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE))
     assert {name for name in FORMATS if "/" not in name and not name.startswith("modelopt_")} <= listed
+    rows = page.partition("| quant_method |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert all(re.search(r"\| \d+\.\d+\.\d+ \|$", row) and row.count("|") == 6 for row in rows)
 
 
 @pytest.mark.parametrize(
