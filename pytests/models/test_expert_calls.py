@@ -213,3 +213,28 @@ def _layers(n: int, k: int, count: int = EXPERTS) -> list[LowbitLinear]:
 def test_layers_that_are_no_experts(gate_up: list[LowbitLinear], down: list[LowbitLinear], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         LowbitExperts(_dense(EXPERTS), gate_up, down)
+
+
+@pytest.mark.parametrize("how", ["as they are", "stacked", "compiled"])
+def test_gradients_of_x(how: str, experts: LowbitExperts) -> None:
+    """Before and after a call that stacked the experts' weights, and as torch.compile traces them."""
+    x, ids, weights = inputs(9)
+    experts._stacked = None
+    if how == "stacked":
+        with torch.no_grad():
+            experts(x, ids, weights)
+        assert experts._stacked is not None
+    torch._dynamo.reset()
+    call = torch.compile(experts, backend="aot_eager", fullgraph=True) if how == "compiled" else experts
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    y = call(leaf, ids, weights)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.dtype)
+    (found,) = torch.autograd.grad(y, leaf, dy)
+    total = torch.zeros(9, HIDDEN, dtype=torch.float64)
+    for expert, layers in enumerate(zip(experts.gate_up, experts.down)):
+        gate_up, down = (layer.weight.detach().double() for layer in layers if isinstance(layer, LowbitLinear))
+        gate, up = (exact @ gate_up.T).chunk(2, -1)
+        chosen = torch.where(ids == expert, weights, 0).sum(-1, keepdim=True).double()
+        total = total + chosen * ((nn.functional.silu(gate) * up) @ down.T)
+    (expected,) = torch.autograd.grad(total, exact, dy.double())
+    assert_close(found, expected)

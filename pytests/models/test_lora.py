@@ -96,17 +96,24 @@ def test_registered_in_either_order(order: str, repo: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=repo, check=True)
 
 
-def test_adapters_of_experts() -> None:
+@pytest.mark.parametrize("called", [False, True])
+def test_adapters_of_experts(called: bool) -> None:
+    """Also of experts whose weights a call has stacked, with rows in another order."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).bfloat16()
     lowbit.quantize_(model, QuantConfig("u4", 32, clip="max"), progress=False)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(tokens).logits if called else None
     names = [f"experts.{matrix}.{expert}" for matrix in ("gate_up", "down") for expert in range(2)]
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names))
     assert "2 experts of u4[128, 64]" in str(model)
-    tokens = torch.arange(12)[None]
+    if before is not None:
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, before, rtol=0.02, atol=0.02)
     model(tokens, labels=tokens).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
     assert len(gradients) == 4 and all(bool(grad.any()) for grad in gradients.values())
