@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import Linear
 from torch import nn
 
 from lowbit.dialect.errors import QuantizeError, SpecError
+from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 
 WITHOUT_WEIGHT = (True, False, "gaussian", "eva")
@@ -40,6 +41,14 @@ class LowbitLora(Linear):
         )
 
 
+def refuse_experts(base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> nn.Module:
+    """Raises SpecError: an adapter is for one matrix, and experts have two each."""
+    raise SpecError(
+        "LowbitExperts take no adapter as a whole; name the layers of each in target_modules: 'experts.gate_up.0', "
+        "'experts.down.0' ..."
+    )
+
+
 def _check(config: LoraConfig) -> None:
     """Raise SpecError for an adapter that needs the dense weight."""
     if config.init_lora_weights not in WITHOUT_WEIGHT:
@@ -56,7 +65,7 @@ def _register() -> None:
     @wraps(finish)
     def finish_and_register(self: LoraConfig) -> None:
         finish(self)
-        self._register_custom_module({LowbitLinear: LowbitLora})
+        self._register_custom_module({LowbitLinear: LowbitLora, LowbitExperts: refuse_experts})
 
     LoraConfig.__post_init__ = finish_and_register
 

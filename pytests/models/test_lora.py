@@ -117,3 +117,13 @@ def test_adapters_of_experts(called: bool) -> None:
     model(tokens, labels=tokens).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
     assert len(gradients) == 4 and all(bool(grad.any()) for grad in gradients.values())
+
+
+def test_experts_take_no_adapter_as_a_whole() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).bfloat16()
+    lowbit.quantize_(model, QuantConfig("u4", 32, clip="max"), progress=False)
+    with pytest.raises(SpecError, match=r"take no adapter as a whole; name the layers of each .* 'experts.gate_up.0'"):
+        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["experts"]))
