@@ -65,7 +65,8 @@ def _register() -> None:
     @wraps(finish)
     def finish_and_register(self: LoraConfig) -> None:
         finish(self)
-        self._register_custom_module({LowbitLinear: LowbitLora, LowbitExperts: refuse_experts})
+        instead: dict[type[nn.Module], Any] = {LowbitLinear: LowbitLora, LowbitExperts: refuse_experts}
+        self._register_custom_module(instead)
 
     LoraConfig.__post_init__ = finish_and_register
 
