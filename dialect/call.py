@@ -12,6 +12,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import boolean, choice, integer
 from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.names import plain_name, short_name
+from lowbit.dialect.top_k import TopK
 
 Act = Literal["f16", "bf16"]
 Out = Literal["f16", "bf16", "f32"]
@@ -27,6 +28,7 @@ class Call:
     fold_scales   whether kernels for many tokens may round scaled weights to f8e4m3
     compute_from  rows of x from which on they are multiplied in `compute`
     experts       between how many experts the rows of the weight are shared out
+    top_k         which of them a token goes to, by ids; None: rows of x come sorted by expert
 
     Raises SpecError that names the field, what was given, what is allowed, and a fix.
     """
@@ -37,6 +39,7 @@ class Call:
     fold_scales: bool = False
     compute_from: int = 1
     experts: int = 1
+    top_k: TopK | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "act", choice("act", short_name(self.act), ("f16", "bf16")))
@@ -46,10 +49,19 @@ class Call:
             object.__setattr__(self, "compute", _compute(self.compute))
         object.__setattr__(self, "compute_from", integer("compute_from", self.compute_from, 1))
         object.__setattr__(self, "experts", integer("experts", self.experts, 1))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", TopK.read(self.top_k))
+            self._check_top_k()
         if boolean("fold_scales", self.fold_scales) and self.compute != "f8e4m3":
             raise SpecError(self._misfit_of_folding())
         if self.compute_from > 1 and not self.compute:
             raise SpecError(f"compute_from={self.compute_from} needs compute='f8e4m3' or 'i8'; name one, or drop it")
+
+    def _check_top_k(self) -> None:
+        if self.experts == 1:
+            raise SpecError("top_k= needs experts=, of which tokens have some; name how many there are, or drop it")
+        if self.compute:
+            raise SpecError(f"top_k= is for few tokens, and takes no compute={self.compute!r}; drop one of them")
 
     def _misfit_of_folding(self) -> str:
         if self.compute:
@@ -61,6 +73,7 @@ class Call:
         compute += ", folded" if self.fold_scales else ""
         compute += f", from {self.compute_from} rows on" if self.compute_from > 1 else ""
         experts = f", {self.experts} experts" if self.experts > 1 else ""
+        experts += f", {self.top_k}" if self.top_k else ""
         return f"{self.act}{compute} -> {self.out_dtype}{experts}"
 
     @cached_property

@@ -31,6 +31,7 @@ from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import ROWS, Packing
 from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.shape import Shape
+from lowbit.dialect.top_k import TopK
 from lowbit.dialect.weight import Storage, TensorSlot, in_memory
 from lowbit.dialect.weight_format import Scale, WeightFormat, Zeros
 
@@ -72,6 +73,8 @@ class MatmulSpec:
                 argument of the call; None: nothing
     experts     how many experts of n / experts rows each the weight has, one after the other. Rows of x come sorted by
                 expert then, and y has n / experts columns (`lowbit.expert_matmul` in the IR); 1: all rows meet every x
+    top_k       a `TopK`: rows of x are tokens in their order, and ids say which experts each goes to
+                (`lowbit.top_k_expert_matmul`); None: they come sorted
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -97,6 +100,7 @@ class MatmulSpec:
     compute_from: int = 1
     epilogue: Epilogue | None = None
     experts: int = 1
+    top_k: TopK | None = None
 
     def __post_init__(self) -> None:
         shape = self._part(Shape)
@@ -270,6 +274,8 @@ class MatmulSpec:
     @property
     def call_inputs(self) -> tuple[str, ...]:
         """The arguments of a call besides x and the weight, which kernels take behind the weight's tensors."""
+        if self.top_k:
+            return self.top_k.arguments
         if self.experts > 1:
             return ("rows", "tiles")
         return (RESIDUAL,) if self.epilogue == RESIDUAL else ()

@@ -11,6 +11,7 @@ from lowbit.dialect.assembly import print_module
 from lowbit.dialect.bindings import func, ir, new_context
 from lowbit.dialect.call import Act, Call, Out
 from lowbit.dialect.epilogue import Epilogue
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.packed_type import Packed, packed_type
 from lowbit.dialect.spec import MatmulSpec
@@ -78,6 +79,24 @@ def quantized_expert_matmul_module(spec: MatmulSpec) -> ir.Module:
 
     inputs = [values, scales, packed_type(spec), *_routing_types(spec)]
     return _function("quantized_expert_matmul", inputs, [y], matmul)
+
+
+def top_k_expert_matmul_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @top_k_expert_matmul(x, w, ids[, bias][, weights]) -> y, of one lowbit.top_k_expert_matmul."""
+    x, y, top_k = _tensor([_ANY, spec.k], spec.act), _tensor([_ANY, spec.outputs], spec.out_dtype), spec.top_k
+    if top_k is None:
+        raise SpecError(f"({spec}) has no top_k, which says how ids are given")
+
+    def matmul(arguments: list[Any]) -> Any:
+        x, w, ids, *added = arguments
+        op = ops.TopKExpertMatmulOp(x, w, ids, y, added[: spec.bias], added[spec.bias :], _attribute(spec.experts))
+        op.epilogue = spec.epilogue or "none"
+        return op
+
+    bias = [_tensor([spec.n], spec.out_dtype)] * spec.bias
+    weights = [_tensor([_ANY, top_k.count], top_k.weights)] if top_k.weights else []
+    inputs = [x, packed_type(spec), _tensor([_ANY, top_k.count], top_k.ids), *bias, *weights]
+    return _function("top_k_expert_matmul", inputs, [y], matmul)
 
 
 def _routing_types(spec: MatmulSpec) -> list[Any]:
@@ -163,6 +182,7 @@ def _function(name: str, inputs: list[Any], results: list[Any], make: Callable[[
 MODULES: dict[Operation, Callable[[MatmulSpec], ir.Module]] = {
     "matmul": matmul_module,
     "expert_matmul": expert_matmul_module,
+    "top_k_expert_matmul": top_k_expert_matmul_module,
     "dequantize": dequantize_module,
     "prepack": prepack_module,
     "permute": permute_module,
@@ -170,7 +190,8 @@ MODULES: dict[Operation, Callable[[MatmulSpec], ir.Module]] = {
     "quantized_matmul": quantized_matmul_module,
     "quantized_expert_matmul": quantized_expert_matmul_module,
 }
-_SUMMED = (ops.MatmulOp, ops.QuantizedMatmulOp, ops.ExpertMatmulOp, ops.QuantizedExpertMatmulOp)
+_OF_EXPERTS = (ops.ExpertMatmulOp, ops.QuantizedExpertMatmulOp, ops.TopKExpertMatmulOp)
+_SUMMED = (ops.MatmulOp, ops.QuantizedMatmulOp, *_OF_EXPERTS)
 """Operations that may add a bias."""
 
 
@@ -195,10 +216,11 @@ def spec_of(op: Any) -> MatmulSpec:
 
 def _call_of(op: Any) -> Call:
     """The types of an operation's tensors; those of one that has neither x nor y are as good as any."""
-    experts = int(op.experts.value) if isinstance(op, ops.ExpertMatmulOp | ops.QuantizedExpertMatmulOp) else 1
-    if isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp):
+    experts = int(op.experts.value) if isinstance(op, _OF_EXPERTS) else 1
+    if isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp | ops.TopKExpertMatmulOp):
         act, out = _element(op.x), _element(op.y)
-        return Call(cast(Act, act), None if out == act else cast(Out, out), experts=experts)
+        top_k = ops.top_k_of(op) if isinstance(op, ops.TopKExpertMatmulOp) else None
+        return Call(cast(Act, act), None if out == act else cast(Out, out), experts=experts, top_k=top_k)
     if isinstance(op, ops.QuantizedMatmulOp | ops.QuantizedExpertMatmulOp):
         out = None if _element(op.y) == "f16" else cast(Out, _element(op.y))
         return Call(out=out, compute=_compute_of(op.values), fold_scales=op.fold_scales, experts=experts)

@@ -13,6 +13,7 @@ from lowbit.dialect.formats.packing import ROWS, Packing
 from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.optional import Choice, Flag, Optional
 from lowbit.dialect.packed_type import Packed
+from lowbit.dialect.top_k import TopK
 from lowbit.dialect.types import Lowbit, PackedType, ints
 
 _PACKING = "the memory order of the weight: chunk, units, padding, shapes"
@@ -108,6 +109,11 @@ def _check_experts(op: Any, w: Packed) -> None:
     """What says which slots are whose, y of these slots, and a bias of all experts, if there is one."""
     tensor(op.rows, "rows", (None,), ("i32",))
     tensor(op.tiles, "tiles", (None, TILE_COLUMNS), ("i32",))
+    _check_rows_of_experts(op, w)
+
+
+def _check_rows_of_experts(op: Any, w: Packed) -> None:
+    """Every expert has row blocks of its own, y columns for those of one, and a bias all of them."""
     experts = in_range(op.experts, "experts", 2, w.shape.n)
     expect(w.shape.n % (ROWS * experts) == 0, "rows of all experts", f"a multiple of {ROWS * experts}", w.shape.n)
     columns = w.shape.n // experts // (2 if op.epilogue in ACTIVATIONS else 1)
@@ -115,6 +121,49 @@ def _check_experts(op: Any, w: Packed) -> None:
     expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
     for bias in op.bias:
         tensor(bias, "bias", (w.shape.n,), (out,))
+
+
+class TopKExpertMatmulOp(Lowbit.Operation, name="top_k_expert_matmul"):
+    """y[t k + j, n] = sum_i x[t, i] W[ids[t, j], n, i] (+ bias[ids[t, j], n]) for the k experts of each token: x is
+    tensor<?xi>, w a packed weight of `experts` experts, whose rows follow one another, `ids` tensor<?xk x i32> or i64,
+    and y tensor<?x n / experts>. An `epilogue` makes half as many columns of y, as in `expert_matmul`.
+
+    With `weights`, tensor<?xk>, x has a row for each of a token's experts, and y one for each token: their numbers,
+    rounded to y's type, times their weights, are added up in f32, in the order of j.
+
+    An id that is no expert's stands for one elsewhere: its row of y is not written, or it adds exactly 0.
+    """
+
+    x: ext.Operand[Any]
+    w: ext.Operand[PackedType]
+    ids: ext.Operand[Any]
+    y: ext.Result[Any]
+    bias: Sequence[ext.Operand[Any]]
+    weights: Sequence[ext.Operand[Any]]
+    experts: ir.IntegerAttr
+    epilogue = Choice("none", *ACTIVATIONS)
+    packing = Optional(ir.DictAttr, _PACKING)
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        w = Packed.of(op.w.type)
+        _check_packing(op, w)
+        tensor(op.x, "x", (None, w.shape.k), ACTS)
+        top_k = top_k_of(op)
+        _check_rows_of_experts(op, w)
+        expect(len(op.weights) <= 1, "weights", "one at most", len(op.weights))
+        for weights in op.weights:
+            tensor(weights, "weights", (None, top_k.count), tuple(REALS))
+
+
+def top_k_of(op: Any) -> TopK:
+    """Returns what the types of ids and weights say. A verifier's error where ids are no matrix of integers."""
+    type_ = ir.RankedTensorType(op.ids.type)
+    expect(type_.rank == 2 and type_.shape[1] > 0, "ids", "tensor<?xk> of the k experts of a token", type_)
+    ids = tensor(op.ids, "ids", (None, type_.shape[1]), ("i32", "i64"))
+    weights = str(ir.RankedTensorType(op.weights[0].type).element_type) if len(op.weights) else None
+    return TopK(type_.shape[1], ids, weights)
 
 
 class QuantizeOp(Lowbit.Operation, name="quantize"):

@@ -157,6 +157,34 @@ func.func @tiles_of_two_columns(%x: tensor<?x256xf16>, %w: !weight, %rows: tenso
 // -----
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @ids_in_a_list(%x: tensor<?x256xf16>, %w: !weight, %ids: tensor<?xi32>) -> tensor<?x16xf16> {
+  // expected-error @below {{ids: expected tensor<?xk> of the k experts of a token, got tensor<?xi32>}}
+  %y = lowbit.top_k_expert_matmul %x, %w, %ids {experts = 4} : tensor<?x256xf16>, !weight, tensor<?xi32> -> tensor<?x16xf16>
+  return %y : tensor<?x16xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @ids_of_16_bits(%x: tensor<?x256xf16>, %w: !weight, %ids: tensor<?x2xi16>) -> tensor<?x16xf16> {
+  // expected-error @below {{ids: expected tensor<?x2xi32> or tensor<?x2xi64>, got tensor<?x2xi16>}}
+  %y = lowbit.top_k_expert_matmul %x, %w, %ids {experts = 4} : tensor<?x256xf16>, !weight, tensor<?x2xi16> -> tensor<?x16xf16>
+  return %y : tensor<?x16xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @weights_of_fewer_experts(%x: tensor<?x256xf16>, %w: !weight, %ids: tensor<?x2xi32>, %s: tensor<?x1xf32>) -> tensor<?x16xf16> {
+  // expected-error @below {{weights: expected tensor<?x2x}}
+  %y = "lowbit.top_k_expert_matmul"(%x, %w, %ids, %s) {experts = 4, operandSegmentSizes = array<i32: 1, 1, 1, 0, 1>}
+      : (tensor<?x256xf16>, !weight, tensor<?x2xi32>, tensor<?x1xf32>) -> tensor<?x16xf16>
+  return %y : tensor<?x16xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @experts_of_floats(%x: tensor<?x256xf16>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
   // expected-error @below {{values: expected tensor<?x256xf8E4M3FN> or tensor<?x256xi8>, got tensor<?x256xf16>}}
   %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4} : tensor<?x256xf16>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>

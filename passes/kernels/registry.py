@@ -24,6 +24,7 @@ from lowbit.passes.kernels.prefill.family import Prefill
 from lowbit.passes.kernels.prefill_mma.family import PrefillMma
 from lowbit.passes.kernels.prepack.family import Prepack
 from lowbit.passes.kernels.quantize.family import Quantize
+from lowbit.passes.kernels.top_k_experts.family import TopKExperts
 from lowbit.passes.target import Target
 
 _FAMILIES: tuple[KernelFamily[Any], ...] = (
@@ -41,6 +42,7 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     EightBitExperts(),
     EightBitExpertsMma(),
     ExpertsDecode(),
+    TopKExperts(),
     Permute(),
     Quantize(),
 )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import OF_EXPERTS, Candidates, KernelFamily, KernelSchedule, Operation
+from lowbit.passes.kernels.base import Candidates, KernelFamily, KernelSchedule, Operation, operations_of
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
@@ -56,8 +56,7 @@ class Chooser:
     def _families(self) -> dict[int, list[KernelFamily[Any]]]:
         """The families that have a kernel, by token tile."""
         found: dict[int, list[KernelFamily[Any]]] = {}
-        of_experts = self._spec.experts > 1
-        families = [f for f in FAMILIES.values() if (f.operation in OF_EXPERTS) == of_experts]
+        families = [f for f in FAMILIES.values() if f.operation in operations_of(self._spec)]
         for family, kind in product(families, {self._spec.for_tokens(1), self._spec}):
             for token_tile in family.token_tiles(kind, self._target):
                 if self._spec.for_tokens(token_tile) == kind:

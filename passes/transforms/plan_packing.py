@@ -18,7 +18,7 @@ from lowbit.passes.tensor_programs import packed_of
 
 WITH_WEIGHT = (
     *(ops.MatmulOp, ops.QuantizedMatmulOp, ops.ExpertMatmulOp, ops.QuantizedExpertMatmulOp),
-    *(ops.DequantizeOp, ops.PrepackOp),
+    *(ops.TopKExpertMatmulOp, ops.DequantizeOp, ops.PrepackOp),
 )
 
 

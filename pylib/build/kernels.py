@@ -13,7 +13,7 @@ from typing import Any, cast
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.spec import Act, MatmulSpec
-from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelFamily, KernelRequest, KernelSchedule, Operation
+from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelFamily, KernelRequest, KernelSchedule, operations_of
 from lowbit.passes.kernels.experts.choice import most_alone, tiles_by_slots, tiles_of
 from lowbit.passes.kernels.permute.family import FEW_ROWS, permute_spec
 from lowbit.passes.kernels.permute.family import default_schedule as permute_schedule
@@ -97,18 +97,13 @@ def schedules_by_rows(
     given, operation = f"schedule={schedule!r} multiplies", family_of(schedule).operation
     if operation in IN_EIGHT_BITS:
         if spec.compute is None:
-            take = f"take one of {schedule_names(_operations(spec)[0])}, or a spec with compute="
+            take = f"take one of {schedule_names(operations_of(spec)[0])}, or a spec with compute="
             raise SpecError(f"{given} activations of 8 bits, which ({spec}) does not; {take}")
         return None, schedule
     if spec.for_rows(1).compute is not None:
-        take = f"take one of {schedule_names(_operations(spec)[1])}, or a spec with compute_from="
+        take = f"take one of {schedule_names(operations_of(spec)[1])}, or a spec with compute_from="
         raise SpecError(f"{given} in {spec.act}, and ({spec}) all rows in {spec.compute}; {take}")
     return schedule, None
-
-
-def _operations(spec: MatmulSpec) -> tuple[Operation, Operation]:
-    """Returns the operations that multiply in the act type and in 8 bits."""
-    return ("matmul", "quantized_matmul") if spec.experts == 1 else ("expert_matmul", "quantized_expert_matmul")
 
 
 def check_given(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:

@@ -124,7 +124,7 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise SpecError(f"--table={text} must be numbers separated by commas, such as -1,0,0.5,1") from None
 
 
-_OPERATIONS = ("matmul", "quantized_matmul", *OF_EXPERTS)
+_OPERATIONS = ("matmul", "quantized_matmul", *OF_EXPERTS, "top_k_expert_matmul")
 _FAMILIES = [name for name, family in FAMILIES.items() if family.operation in _OPERATIONS]
 """The kernels of a matmul, whose schedules --schedule can spell out."""
 _FAMILY = re.compile(r"(?:^|(?<=[,\s]))family=([^,\s]*)")

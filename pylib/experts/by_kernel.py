@@ -42,7 +42,7 @@ def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -
     (tokens, k), places = top_k_index.shape, top_k_index.numel()
     if not 0 < places <= _MOST_PLACES or experts > _MOST_EXPERTS or target == "cpu":
         return route(top_k_index, experts, tile)
-    ids = _aligned(top_k_index)
+    ids = aligned(top_k_index)
     kernel = _route_kernel(k, experts, ids.element_size() // 4, target)
     shapes = (places,), (places,), (places + 1, 3), (tokens, k)
     with on_device(ids.get_device()):
@@ -85,14 +85,14 @@ def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target
     if not served or not tokens or top_k_weights.shape != routing.slots.shape:
         return combine(o, routing, top_k_weights)
     kernel = _combine_kernel(hidden, top_k, *types, target)
-    weights = _aligned(top_k_weights)
+    weights = aligned(top_k_weights)
     with on_device(o.get_device()):
         y = _unwritten((tokens, hidden), o.dtype, o)
-        kernel.start(_aligned(o), routing.slots, routing.tiles, weights, y, tokens)
+        kernel.start(aligned(o), routing.slots, routing.tiles, weights, y, tokens)
     return y
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Returns a tensor as kernels read it: contiguous, at a multiple of 16 bytes, which slices may not be."""
     whole = tensor.contiguous()
     return whole.clone() if whole.data_ptr() % ALIGNMENT else whole

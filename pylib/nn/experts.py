@@ -27,7 +27,6 @@ from torch.compiler import assume_constant_result, is_compiling, is_exporting
 
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.pylib.experts.routing import check_routing
 from lowbit.pylib.nn.dense_experts import MATRICES, apply_gate, count_of, is_transposed, sorted_routing
 from lowbit.pylib.nn.dense_weight import NoDense
@@ -36,7 +35,7 @@ from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, change_order, gate_o
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
 from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
-from lowbit.pylib.operator import expert_schema
+from lowbit.pylib.operator.expert_calls import sum_of_experts
 from lowbit.pylib.operator.tracing import is_observed
 
 
@@ -142,15 +141,10 @@ class LowbitExperts(NoDense):
         return result.to(hidden_states.dtype)
 
     def _sum_together(self, found: Stacked, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the sum by one launch for the gate_up of all experts, and one for their down; on a CPU by calls."""
-        experts, (gate_up, down) = len(self.gate_up), found.matrices
-        tile = tile_for(found.tiles, top_k_index.shape[0] * top_k_index.shape[1], experts)
-        run: Any = torch.ops.lowbit if is_compiling() or is_observed() else expert_schema
-        rows, numbers, tiles, slots = run.route(top_k_index, gate_up.kernel, tile)
-        h = run.expert_matmul(x, rows, tiles, gate_up.tensors, gate_up.kernel, tile)
-        a = h if gate_up.spec.is_gated else self._apply_gate_to(h)
-        o = run.expert_matmul(a, numbers, tiles, down.tensors, down.kernel, tile)
-        return run.combine(o, slots, tiles, top_k_weights, down.kernel).to(x.dtype)
+        """Returns the sum by launches for all experts; on a CPU by calls."""
+        gate_up, down = found.matrices
+        result = sum_of_experts(x, top_k_index, top_k_weights, gate_up, down, found.tiles, self._apply_gate_to)
+        return result.to(x.dtype)
 
     def _together(self, x: Tensor, top_k_weights: Tensor) -> Stacked | None:
         """Returns the stacked weights for a call, if a kernel for all experts serves it.

@@ -1,5 +1,6 @@
 """Declares what a call of experts does to torch, so that torch.compile can trace it: `torch.ops.lowbit.route`,
-`expert_matmul` and `combine`, in this order. Each is one launch on a GPU.
+`expert_matmul` and `combine`, in this order, each of which is one launch on a GPU; and `top_k_experts`, which does
+all of it for few tokens in two launches.
 
 Their `kernel` argument is that of `torch.ops.lowbit.matmul.packed`: the matmul as text, which says how many experts
 there are, and where they run. The functions here are what the operators run on tensors that have values. There are no
@@ -9,16 +10,20 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.targets import parse_target
-from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
+from lowbit.pylib.experts.by_kernel import aligned, combine_by_kernel, route_by_kernel
 from lowbit.pylib.experts.routing import Routing
 from lowbit.pylib.operator.schema import parts
 from lowbit.pylib.runtime import expert_matmul as runtime
+from lowbit.pylib.runtime.top_k_experts import TopKExperts, ids_and_weights, top_k_experts_of
 from lowbit.pylib.torch_types import TORCH
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
@@ -37,8 +42,7 @@ def route(top_k_index: Tensor, kernel: str, tile: int) -> tuple[Tensor, Tensor, 
 
 def expert_matmul(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int) -> Tensor:
     """Returns y [slots, n / experts] of the slots that `route` found (`ExpertMatmul`)."""
-    given = parts(kernel)
-    return runtime.expert_matmul(given["spec"], parse_target(given["target"]))(x, rows, tiles, weight, tile)
+    return _matmul_of(kernel)(x, rows, tiles, weight, tile)
 
 
 def combine(o: Tensor, slots: Tensor, tiles: Tensor, top_k_weights: Tensor, kernel: str) -> Tensor:
@@ -52,6 +56,43 @@ def combine(o: Tensor, slots: Tensor, tiles: Tensor, top_k_weights: Tensor, kern
     return combine_by_kernel(o, routing, top_k_weights, parts(kernel)["target"])
 
 
+def top_k_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    gate_up_kernel: str,
+    down_kernel: str,
+) -> Tensor:
+    """Returns the sum of each token's experts [tokens, hidden], of few tokens.
+
+    x             [tokens, k] in the act type
+    ids, weights  [tokens, experts of a token]
+
+    Raises SpecError where there are no kernels for these types.
+    """
+    found = by_ids(gate_up_kernel, down_kernel, ids.shape[1], ids.dtype, weights.dtype)
+    if found is None:
+        given = f"{ids.dtype} ids and {weights.dtype} weights of {ids.shape[1]} experts"
+        raise SpecError(f"no kernels take {given} of a token by ids; take route, expert_matmul and combine")
+    return found(aligned(x), aligned(ids), aligned(weights), gate_up, down)
+
+
+@lru_cache(maxsize=None)
+def by_ids(gate_up: str, down: str, count: int, ids: torch.dtype, weights: torch.dtype) -> TopKExperts | None:
+    """Returns what runs few tokens of `count` experts; None where there are no kernels for that."""
+    top_k = ids_and_weights(count, ids, weights)
+    target = parse_target(parts(gate_up)["target"])
+    return top_k and top_k_experts_of(parts(gate_up)["spec"], parts(down)["spec"], top_k, target)
+
+
+@lru_cache(maxsize=None)
+def _matmul_of(kernel: str) -> runtime.ExpertMatmul:
+    given = parts(kernel)
+    return runtime.expert_matmul(given["spec"], parse_target(given["target"]))
+
+
 def _fake_route(top_k_index: Tensor, kernel: str, tile: int) -> tuple[Tensor, ...]:
     tokens, k = top_k_index.shape
     shapes = (tokens * k,), (tokens * k,), (tokens * k + 1, 3), (tokens, k)
@@ -61,6 +102,19 @@ def _fake_route(top_k_index: Tensor, kernel: str, tile: int) -> tuple[Tensor, ..
 def _fake_matmul(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int) -> Tensor:
     spec: MatmulSpec = parts(kernel)["spec"]
     return x.new_empty((rows.shape[0], spec.outputs), dtype=TORCH[spec.out_dtype])
+
+
+def _fake_top_k(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    gate_up_kernel: str,
+    down_kernel: str,
+) -> Tensor:
+    spec = cast(MatmulSpec, parts(down_kernel)["spec"])
+    return x.new_empty((ids.shape[0], spec.outputs), dtype=TORCH[spec.out_dtype])
 
 
 def _fake_combine(o: Tensor, slots: Tensor, tiles: Tensor, top_k_weights: Tensor, kernel: str) -> Tensor:
@@ -78,6 +132,14 @@ for _schema, _function, _fake in (
         "combine(Tensor o, Tensor slots, Tensor tiles, Tensor top_k_weights, str kernel) -> Tensor",
         combine,
         _fake_combine,
+    ),
+    (
+        (
+            "top_k_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] gate_up, Tensor[] down, str gate_up_kernel, "
+            "str down_kernel) -> Tensor"
+        ),
+        top_k_experts,
+        _fake_top_k,
     ),
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))

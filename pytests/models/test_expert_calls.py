@@ -14,6 +14,7 @@ import lowbit
 from lowbit import LowbitExperts, LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.nn import experts as experts_module
 from lowbit.pylib.nn import stacked_experts
+from lowbit.pylib.operator import expert_calls
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,10 +37,13 @@ def experts() -> LowbitExperts:
     return found
 
 
-@pytest.fixture(params=["together", "one by one", "every expert"])
+@pytest.fixture(params=["together", "by ids", "one by one", "every expert"])
 def call(request: pytest.FixtureRequest, experts: LowbitExperts, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """A call of experts: in one launch of the emulator, those with tokens one after the other, or all on all tokens."""
-    target = "emulator:sm_80" if request.param == "together" else None
+    """A call of experts: in launches of the emulator, by sorted slots or by ids, those with tokens one after the other,
+    or all on all tokens."""
+    target = {"together": "emulator:sm_80", "by ids": "emulator:sm_90a"}.get(request.param)
+    few = 10_000 if request.param == "by ids" else 0
+    monkeypatch.setattr(expert_calls, "most_tokens_by_ids", lambda *_: few)
     for module in (stacked_experts, experts_module):
         monkeypatch.setattr(module, "target_of", lambda _: target)
     experts._stacked = None

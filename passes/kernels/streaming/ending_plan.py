@@ -23,6 +23,17 @@ class EndingPlan:
     steps: Steps
 
     @property
+    def adds_experts(self) -> bool:
+        """Whether each block has one of a token's experts, and those of all are added up."""
+        top_k = self.spec.top_k
+        return top_k is not None and top_k.weights is not None
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that add up through distributed shared memory."""
+        return self.spec.top_k.count if self.spec.top_k and self.adds_experts else self.schedule.cluster
+
+    @property
     def workspace_bytes(self) -> int:
         """Counters, one for a tile, and partial sums of all splits, where splits add up through device memory."""
         s = self.schedule
@@ -32,7 +43,7 @@ class EndingPlan:
     def bytes(self) -> int:
         """Bytes of shared memory, which take the place of everything else."""
         s = self.schedule
-        sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
+        sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or self.cluster > 1 else 0
         flag = 128 if s.split_k > s.cluster else 0  # of the last block to arrive
         return sums + flag
 

@@ -11,9 +11,11 @@ import math
 from lowbit.dialect.epilogue import HALF
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, column_spatial, local, replicated
-from lowbit.passes.builder import Memory, Scalar, Tile
+from lowbit.dialect.top_k import ROUTER_WEIGHTS
+from lowbit.passes.builder import Index, Memory, Scalar, Tile
 from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.kernels.streaming.block import Block
+from lowbit.passes.kernels.streaming.work import TopKWork, top_k_of
 from lowbit.passes.launch import COUNTERS
 
 
@@ -60,19 +62,27 @@ class Ending:
     def _across_cluster(self, total: Tile, rank: Scalar) -> Tile:
         """The sum over warps and blocks of the cluster, of this block's part of the rows: [rows / cluster, tokens]."""
         p, s = self.p, self.schedule
-        rows = s.rows // s.cluster
-        buffer = self._sums_buffer(total)
-        p.barrier("cluster")
-        layout = self._sum_up_layout(s.warps_k, rows, s.tokens)
-        parts: list[Tile] = []
-        for turn in range(s.cluster):  # each starts with another block's
-            peer = p.peer(buffer, (rank + turn) % s.cluster)
-            parts.append(p.reduce(p.load(peer, (0, rank * rows, 0), layout), 0))
+        read = self._shared_with_peers(total)
+        peers = [(rank + turn) % s.cluster for turn in range(s.cluster)]  # each block begins with another
+        parts = [self._of_peer(read, peer, rank, s.rows // s.cluster) for peer in peers]
         total = parts[0]
         for part in parts[1:]:
             total = p.add(total, part)
         p.barrier("cluster_arrive")
-        return p.reshape(total, (rows, s.tokens))
+        return total
+
+    def _shared_with_peers(self, total: Tile) -> Memory:
+        """Every warp's sums in shared memory, when all blocks of the cluster have theirs there."""
+        buffer = self._sums_buffer(total)
+        self.p.barrier("cluster")
+        return buffer
+
+    def _of_peer(self, buffer: Memory, peer: Index, part: Scalar, rows: int) -> Tile:
+        """The sums over the warps of a block of the cluster, of one part of the rows: [rows, tokens]."""
+        p, s = self.p, self.schedule
+        layout = self._sum_up_layout(s.warps_k, rows, s.tokens)
+        of_warps = p.load(p.peer(buffer, peer), (0, part * rows, 0), layout)
+        return p.reshape(p.reduce(of_warps, 0), (rows, s.tokens))
 
     def _sum_up_layout(self, parts: int, rows: int, columns: int) -> Layout:
         """[parts, rows, columns]: all parts of an element in one thread, neighbours along the rows; with them both
@@ -105,10 +115,56 @@ class Ending:
             self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), work.first_row())
 
     def _store(self, total: Tile, first_row: Scalar) -> None:
+        self.work.store(self._numbers(total, first_row), self._end, first_row)
+
+    def _numbers(self, total: Tile, first_row: Scalar) -> Tile:
+        """Returns the numbers of y that sums over all of k become."""
         p, spec, end = self.p, self.spec, self._end
         if spec.compute:
             x_scales = self.work.of_tokens("x_scales", "f32", (1, -1), (0, 1))
             total = p.mul(total, p.load(x_scales, (0, 0), total.layout.reduce((0,)), ("none", "clamp")))
         if spec.row_scales and not spec.outliers:  # else before the outliers were added
             total = p.mul(total, end.per_row("row_scales", "f32", total, first_row))
-        self.work.store(end.numbers(total, first_row), end, first_row)
+        return end.numbers(total, first_row)
+
+
+class SumOfExperts(Ending):
+    """The end where the blocks of a cluster have one of a token's experts each: what these make of it, rounded to y's
+    type, times their weights, in the order of the ids. As many of the blocks as divide the rows add up a part each."""
+
+    work: TopKWork
+
+    def finish(self, total: Tile) -> None:
+        p, count = self.p, top_k_of(self.plan).count
+        parts = 1 << (count.bit_length() - 1)
+        sums = self._shared_with_peers(total)
+        if parts < count:
+            with p.when(self.work.rank < parts):
+                self._add_up(sums, count, self.schedule.rows // parts)
+        else:
+            self._add_up(sums, count, self.schedule.rows // parts)
+        p.barrier("cluster_arrive")
+        p.barrier("cluster_wait")  # nobody leaves while its sums are read
+
+    def _add_up(self, sums: Memory, count: int, rows: int) -> None:
+        """Stores so many rows of y, the block's part of them. sums: of a block; those of all are at the same place."""
+        p, work = self.p, self.work
+        row = work.tile * self.schedule.rows + work.rank * rows
+        y: Tile | None = None
+        for place in range(count):
+            expert = work.expert_at(work.y_row * count + place)
+            term = self._term(self._of_peer(sums, place, work.rank, rows), place, expert, row)
+            y = term if y is None else p.add(y, term)
+        if y is not None:
+            view = self._end.view_like_y("y", work.y_row + 1)
+            p.store(p.cast(y, self.spec.out_dtype), view, (row, work.y_row), (self._end.outside("skip"), "skip"))
+
+    def _term(self, part: Tile, place: int, expert: Scalar, row: Scalar) -> Tile:
+        """Returns what the expert of a place adds to y, exactly 0 if it is elsewhere. row: of an expert's own."""
+        p, work, top_k, experts = self.p, self.work, top_k_of(self.plan), self.spec.experts
+        of_token = p.global_view(p[ROUTER_WEIGHTS], str(top_k.weights), (-1, top_k.count), sizes=[work.y_row + 1])
+        here = expert < experts
+        numbers = self._numbers(part, work.rows_before(here.select(expert, 0)) + row)
+        weight = p.cast(p.load(of_token, (work.y_row, place), part.layout.reduce((0, 1))), "f32")
+        term = p.mul(p.cast(numbers, "f32"), weight)
+        return p.select(p.splat(expert, "i32", term.layout) < experts, term, 0.0)

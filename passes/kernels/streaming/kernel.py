@@ -113,7 +113,7 @@ def _program(plan: KernelPlan, work: type[Work]) -> Program:
         dict.fromkeys(names, "pointer") | {"m": "i32"},
         workspace,
         s.max_blocks_per_sm,
-        (1, s.cluster, 1),
+        (1, plan.ending.cluster, 1),
         fits_blocks=plan.engine.takes_registers_left or s.outliers_by_step or spec.experts > 1,
     )
 

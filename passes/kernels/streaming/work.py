@@ -1,15 +1,18 @@
 """The work of a block: which rows of the weight it has, which part of k, which tokens of x, and where it stores.
 
 The parts of a kernel ask their `Work`, and never the grid. `Work` is the plain one: block (i, j) of the grid has tile i
-of rows and part j of k, and the tokens of the launch in order. `ExpertWork` is that of weights of several experts.
+of rows and part j of k, and the tokens of the launch in order. `ExpertWork` is that of weights of several experts,
+whose slots come sorted, and `TopKWork` that of the same weights for few tokens, whose experts' ids it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.top_k import IDS, TopK
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.kernels.expert_tiles import ExpertTiles
@@ -30,7 +33,7 @@ class Work:
         self.tile = p.block_id(0)
 
     @staticmethod
-    def grid(plan: KernelPlan) -> tuple[int | str, int, int]:
+    def grid(plan: KernelPlan) -> tuple[int | str, int, int | str]:
         """Returns the blocks that are launched."""
         return plan.steps.launched_tiles, plan.schedule.split_k, 1
 
@@ -108,7 +111,7 @@ class ExpertWork(Work):
     end: Scalar
 
     @staticmethod
-    def grid(plan: KernelPlan) -> tuple[int | str, int, int]:
+    def grid(plan: KernelPlan) -> tuple[int | str, int, int | str]:
         return f"sm_count * {plan.schedule.max_blocks_per_sm}", 1, 1
 
     def run(self, block: Callable[[], None]) -> None:
@@ -154,3 +157,97 @@ class ExpertWork(Work):
         row = end.row_of_y(first_row - self._expert * (self.plan.steps.row_blocks_of_expert * ROWS))
         outside = end.outside("skip"), "skip"
         self.p.store(numbers, end.view_like_y("y", self.end), (row, self.first_slot), outside)
+
+
+class TopKWork(Work):
+    """Tiles of rows of the experts whose ids are given (`TopK`): block (i, j, t) has tile i of rows and one token.
+
+    Without weights of the experts, t is a place, one of the experts of a token, and j a part of k. With them, t is a
+    token and j one of its experts, and the blocks of all are a cluster. These read ids before the kernel in front has
+    ended: it is the matmul by the same ids, whose blocks had them before any let this kernel start.
+
+    place  the block's place among those of all tokens
+    """
+
+    place: Scalar
+
+    def __init__(self, p: Program, plan: KernelPlan) -> None:
+        super().__init__(p, plan)
+        self._top_k = top_k_of(plan)
+        self.adds_up = plan.ending.adds_experts
+        self.y_row = p.block_id(2)
+        self.rank = p.block_id(1)
+        self.place = self.y_row * self._top_k.count + self.rank if self.adds_up else self.y_row
+
+    @staticmethod
+    def grid(plan: KernelPlan) -> tuple[int | str, int, int | str]:
+        return plan.steps.tiles, plan.ending.cluster, "ceil(m / 1)"
+
+    def run(self, block: Callable[[], None]) -> None:
+        p, steps = self.p, self.plan.steps
+        if not self.adds_up:
+            p.grid_wait()  # until the ids are there
+        expert = self.expert_at(self.place)
+        here = expert < self.plan.spec.experts
+        self._expert = here.select(expert, 0)
+        self.first_block = self._expert * steps.row_blocks_of_expert + self.tile * steps.row_blocks
+        if self.adds_up:
+            block()
+            return
+        with p.when(here):
+            block()
+
+    def expert_at(self, place: Scalar) -> Scalar:
+        """Returns the expert of a place; the number of experts for one elsewhere."""
+        p, experts, words = self.p, self.plan.spec.experts, 2 if self._top_k.ids == "i64" else 1
+        view = p.global_view(p[IDS], "i32", (-1, words), sizes=[place + 1])
+        low, *high = (p.read_index(view, (place, word)) for word in range(words))
+        expert = (low < 0).select(experts, low.min(experts))
+        return (high[0] == 0).select(expert, experts) if high else expert
+
+    def split(self) -> Scalar:
+        return Scalar.of(0) if self.adds_up else self.rank
+
+    @property
+    def tokens(self) -> Scalar:
+        return Scalar.of(1)
+
+    def of_tokens(
+        self, name: str, element: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+    ) -> Memory:
+        """Returns a view that ends behind the block's row of x."""
+        self._row = self.place if self.adds_up else self.place // self._top_k.count
+        return self.p.global_view(self.p[name], element, shape, strides, sizes=[self._row + 1])
+
+    def copy_x(
+        self,
+        x: Memory,
+        target: Memory,
+        offsets: Sequence[Index],
+        dim: int,
+        layout: Layout,
+        boundary: Sequence[str],
+        limit: Sequence[int],
+    ) -> None:
+        """Starts to copy the block's row of x."""
+        places = (*offsets[:dim], self._row, *offsets[dim + 1 :])
+        self.p.copy_async(x, target, places, layout, boundary, limit)
+
+    def first_row(self) -> Scalar:
+        return self.first_block * ROWS
+
+    def rows_before(self, expert: Scalar) -> Scalar:
+        """Returns the number of rows of the weight that the experts before one have."""
+        return expert * (self.plan.steps.row_blocks_of_expert * ROWS)
+
+    def store(self, numbers: Tile, end: Epilogue, first_row: Scalar) -> None:
+        """Stores numbers of one row of y, from a row of the block's expert on."""
+        row = end.row_of_y(first_row - self.rows_before(self._expert))
+        self.p.store(numbers, end.view_like_y("y", self.y_row + 1), (row, self.y_row), (end.outside("skip"), "skip"))
+
+
+def top_k_of(plan: KernelPlan) -> TopK:
+    """Returns how ids are given. Raises SpecError for a spec without them."""
+    if plan.spec.top_k is None:
+        raise SpecError(f"({plan.spec}) has no top_k, which says how ids are given")
+    return plan.spec.top_k

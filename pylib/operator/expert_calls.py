@@ -1,0 +1,74 @@
+"""The sum of a token's experts by the operators of `expert_schema`: which of them a call of a layer takes.
+
+Few tokens take two launches by the ids of their experts (`pylib.runtime.top_k_experts`), where there are kernels for
+that; others four: slots are sorted by expert, multiplied twice, and added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.compiler import assume_constant_result, is_compiling
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.pylib.operator import expert_schema
+from lowbit.pylib.operator.expert_schema import by_ids
+from lowbit.pylib.operator.tracing import is_observed
+
+
+class Weight(Protocol):
+    """A matrix of all experts.
+
+    tensors  those of the spec of all experts, in its order
+    kernel   the matmul as text, as operators take it
+    """
+
+    @property
+    def spec(self) -> MatmulSpec: ...
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+    @property
+    def kernel(self) -> str: ...
+
+
+def sum_of_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    tiles: Sequence[int],
+    gate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Returns the sum of each token's experts, by their weights: [tokens, hidden] in the type of down's y.
+
+    x        [tokens, k] in the act type
+    ids      int32 or int64 [tokens, experts of a token]; those that are no expert's add exactly 0
+    weights  likewise, of any float type
+    tiles    sizes of token tiles that both matrices have kernels for, the least first
+    gate     is applied to the sums of gate_up, unless their kernel does that
+    """
+    run: Any = torch.ops.lowbit if is_compiling() or is_observed() else expert_schema
+    tokens, count = ids.shape
+    few = most_tokens_by_ids(gate_up.kernel, down.kernel, count, ids.dtype, weights.dtype)
+    if 0 < tokens <= few:
+        return run.top_k_experts(x, ids, weights, gate_up.tensors, down.tensors, gate_up.kernel, down.kernel)
+    tile = tile_for(tiles, tokens * count, gate_up.spec.experts)
+    rows, numbers, table, slots = run.route(ids, gate_up.kernel, tile)
+    h = run.expert_matmul(x, rows, table, gate_up.tensors, gate_up.kernel, tile)
+    a = h if gate_up.spec.is_gated else gate(h)
+    o = run.expert_matmul(a, numbers, table, down.tensors, down.kernel, tile)
+    return run.combine(o, slots, table, weights, down.kernel)
+
+
+@assume_constant_result
+@lru_cache(maxsize=None)
+def most_tokens_by_ids(gate_up: str, down: str, count: int, ids: torch.dtype, weights: torch.dtype) -> int:
+    """Returns how many tokens at most go by the ids of their experts; 0 where no kernels do that."""
+    found = by_ids(gate_up, down, count, ids, weights)
+    return found.most_tokens if found else 0

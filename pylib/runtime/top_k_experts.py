@@ -1,0 +1,184 @@
+"""Few tokens through their experts in two launches, without a table of slots: `TopKExperts`.
+
+    a[t, j] = gate(W13[ids[t, j]] x[t])                     one launch, whose blocks read ids
+    y[t] = sum over j of weights[t, j] * W2[ids[t, j]] a[t, j]     one launch, whose clusters have a token's experts
+
+The second starts before the first has ended, and has its weights under way by then. Every token reads the weights of
+its experts, so this is for so few tokens that hardly two of them have the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.signature import WORKSPACE
+from lowbit.dialect.spec import MatmulSpec, interned
+from lowbit.dialect.top_k import Ids, RouterWeights, TopK
+from lowbit.passes.kernels.registry import request
+from lowbit.passes.scheduling.choice import Chooser
+from lowbit.passes.target import Target
+from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
+from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
+from lowbit.pylib.runtime.interface import argument_order, check_x_on_cpu, memory_of, unwritten
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.tensor_checks import address_of
+
+if TYPE_CHECKING:
+    from lowbit.pylib.emulator import Emulator
+
+MOST_TOKENS = 4
+_MOST_READ_TWICE = 1.2
+"""How many times the bytes of the experts that are hit may be read, on the average of a uniform routing."""
+
+
+def most_tokens(experts: int, count: int) -> int:
+    """Returns up to how many tokens go through their experts one by one, if `count` of so many are a token's."""
+
+    def read(tokens: int) -> float:
+        hit = experts * (1 - (1 - count / experts) ** tokens)
+        return tokens * count / hit
+
+    return max(tokens for tokens in range(MOST_TOKENS + 1) if tokens <= 1 or read(tokens) <= _MOST_READ_TWICE)
+
+
+@lru_cache(maxsize=None)
+def top_k_experts_of(gate_up: MatmulSpec, down: MatmulSpec, top_k: TopK, target: Target) -> TopKExperts | None:
+    """Returns what runs few tokens by the ids of their experts, None where no kernels do.
+
+    gate_up, down  the weights of all experts (`spec_of_experts`); the first is gated
+    top_k          how ids are given, and the type of weights
+    """
+    if not target.is_gpu or not gate_up.is_gated or gate_up.for_rows(1).compute or down.for_rows(1).compute:
+        return None
+    try:
+        first = replace(gate_up.for_rows(1), top_k=replace(top_k, weights=None))
+        specs = [interned(first), interned(replace(down.for_rows(1), top_k=top_k))]
+        tiles = [Chooser(spec, target).token_tiles for spec in specs]
+    except SpecError:
+        return None
+    return TopKExperts(*specs, target) if all(tiles) else None
+
+
+class TopKExperts:
+    """The two launches of a layer's experts. Any thread may call it.
+
+    most_tokens  of a call
+    """
+
+    def __init__(self, gate_up: MatmulSpec, down: MatmulSpec, target: Target) -> None:
+        self.most_tokens = most_tokens(gate_up.experts, gate_up.top_k.count if gate_up.top_k else 1)
+        kind = _LAUNCHES[target.kind]
+        self._gate_up, self._down = kind(gate_up, target), kind(down, target)
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+    ) -> Tensor:
+        """Returns the sum of each token's experts [tokens, hidden].
+
+        x             [tokens, k] in the act type, as memory has it one row after the other, from 16 bytes on
+        ids, weights  [tokens, experts of a token], likewise
+        gate_up, down  the tensors of the specs, in their order
+        """
+        if not len(x):
+            return x.new_empty((0, self._down.spec.outputs), dtype=TORCH[self._down.spec.out_dtype])
+        a = self._gate_up.run(x, ids.numel(), gate_up, (ids,))
+        return self._down.run(a, len(x), down, (ids, weights))
+
+    @property
+    def artifacts(self) -> tuple[Artifact, Artifact]:
+        """The kernels of gate_up and down."""
+        return self._gate_up.artifact, self._down.artifact
+
+
+class _Launches:
+    """The launches of the kernel of one spec, which is compiled at the first."""
+
+    def __init__(self, spec: MatmulSpec, target: Target) -> None:
+        self.spec, self._target, self._out = spec, target, TORCH[spec.out_dtype]
+        self._lock = threading.RLock()
+        self._artifact: Artifact | None = None
+
+    def run(self, x: Tensor, rows: int, weight: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        """Returns y, of so many rows. others: ids, and weights if experts are added up."""
+        raise NotImplementedError
+
+    @property
+    def artifact(self) -> Artifact:
+        """The kernel."""
+        with self._lock:
+            if self._artifact is None:
+                schedule = Chooser(self.spec, self._target).schedule(1)
+                sizes = f"{self.spec.experts}x{self.spec.outputs}x{self.spec.k}"
+                name = f"top_k_experts_{self.spec.weight}_{sizes}_{self._target.arch}"
+                self._artifact = load(request(self.spec, self._target, schedule), name)
+            return self._artifact
+
+
+class _CudaLaunches(_Launches):
+    """On NVIDIA GPUs, on the current stream."""
+
+    def __init__(self, spec: MatmulSpec, target: Target) -> None:
+        super().__init__(spec, target)
+        self._functions: dict[int, Function] = {}
+
+    def run(self, x: Tensor, rows: int, weight: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        device, n = x.get_device(), self.spec.outputs
+        function = self._functions.get(device) or self._load(device)
+        with on_device(device):
+            y = allocate((rows, n), (n, 1), self._out)
+            addresses = [each.data_ptr() for each in (*weight, *others)]
+            function(current_stream(device), is_settled(weight[0]), address_of(x), y.data_ptr(), rows, *addresses)
+        return y
+
+    def _load(self, device: int) -> Function:
+        check_device(self._target, device)
+        with self._lock:
+            found = load_function(self.artifact, self._target, device, argument_order(self.spec))
+            self._functions[device] = found
+        return found
+
+
+class _EmulatorLaunches(_Launches):
+    """In the emulator, on CPU tensors."""
+
+    _emulator: Emulator | None = None
+
+    def run(self, x: Tensor, rows: int, weight: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        from lowbit.pylib.emulator import Emulator
+
+        check_x_on_cpu(self._target.name, x, *weight, *others)
+        y, artifact = unwritten((rows, self.spec.outputs), self._out), self.artifact
+        with self._lock:
+            self._emulator = self._emulator or Emulator(artifact.ptx)
+        named = {"x": x, "y": y} | dict(zip(self.spec.call_operands, (*weight, *others)))
+        values: dict[str, object] = {name: memory_of(tensor) for name, tensor in named.items()}
+        values |= {WORKSPACE: np.zeros(artifact.launch.workspace_bytes, np.uint8), "m": rows}
+        self._emulator.run(artifact.launch, values)
+        return y
+
+
+_LAUNCHES: dict[str, Callable[[MatmulSpec, Target], _Launches]] = {
+    "cuda": _CudaLaunches,
+    "emulator": _EmulatorLaunches,
+}
+
+
+_IDS: dict[torch.dtype, Ids] = {torch.int32: "i32", torch.int64: "i64"}
+_WEIGHTS: dict[torch.dtype, RouterWeights] = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+def ids_and_weights(count: int, ids: torch.dtype, weights: torch.dtype) -> TopK | None:
+    """Returns how a call gives the ids of a token's experts, so many, and their weights; None for types that no kernel
+    reads."""
+    kinds = _IDS.get(ids), _WEIGHTS.get(weights)
+    return TopK(count, kinds[0], kinds[1]) if kinds[0] and kinds[1] and count else None
