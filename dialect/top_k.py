@@ -50,8 +50,8 @@ class TopK:
         if isinstance(given, TopK):
             return given
         known = [f.name for f in fields(cls)]
-        values = cast(Mapping[str, Any], given) if isinstance(given, Mapping) else {}
-        if "count" not in values or not set(values) <= set(known):
+        values = cast(Mapping[str, Any], given if isinstance(given, Mapping) else {})
+        if "count" not in values or not values.keys() <= set(known):
             raise SpecError(f"top_k={given!r} must be a TopK, with the fields {', '.join(known)}, or None")
         return cls(**values)
 

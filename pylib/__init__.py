@@ -27,6 +27,7 @@ from lowbit.dialect.errors import (
     TargetError,
 )
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.top_k import TopK
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
@@ -102,6 +103,7 @@ __all__ = [
     "SpecError",
     "TargetError",
     "TiedLinear",
+    "TopK",
     "__version__",
     "compile",
     "compile_program",

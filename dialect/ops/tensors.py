@@ -161,9 +161,9 @@ def top_k_of(op: Any) -> TopK:
     """Returns what the types of ids and weights say. A verifier's error where ids are no matrix of integers."""
     type_ = ir.RankedTensorType(op.ids.type)
     expect(type_.rank == 2 and type_.shape[1] > 0, "ids", "tensor<?xk> of the k experts of a token", type_)
-    ids = tensor(op.ids, "ids", (None, type_.shape[1]), ("i32", "i64"))
+    tensor(op.ids, "ids", (None, type_.shape[1]), ("i32", "i64"))
     weights = str(ir.RankedTensorType(op.weights[0].type).element_type) if len(op.weights) else None
-    return TopK(type_.shape[1], ids, weights)
+    return TopK.read({"count": type_.shape[1], "ids": str(type_.element_type), "weights": weights})
 
 
 class QuantizeOp(Lowbit.Operation, name="quantize"):

@@ -62,11 +62,11 @@ def top_k_experts_of(gate_up: MatmulSpec, down: MatmulSpec, top_k: TopK, target:
         return None
     try:
         first = replace(gate_up.for_rows(1), top_k=replace(top_k, weights=None))
-        specs = [interned(first), interned(replace(down.for_rows(1), top_k=top_k))]
-        tiles = [Chooser(spec, target).token_tiles for spec in specs]
+        specs = interned(first), interned(replace(down.for_rows(1), top_k=top_k))
+        served = all(Chooser(spec, target).token_tiles for spec in specs)
     except SpecError:
         return None
-    return TopKExperts(*specs, target) if all(tiles) else None
+    return TopKExperts(*specs, target) if served else None
 
 
 class TopKExperts:

@@ -14,8 +14,9 @@ import pytest
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.top_k import TopK
 from lowbit.passes.kernels import registry
-from lowbit.passes.kernels.base import OF_EXPERTS, KernelFamily, KernelSchedule, Operation
+from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.family import Decode
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of, request, schedule_from_dict, schedule_to_dict
@@ -32,7 +33,8 @@ SPEC = MatmulSpec(4096, 4096, "u2", group_size=128)
 def test_what_every_family_promises(family: KernelFamily[Any]) -> None:
     """Its candidates are of its type, obey its own rules, and go through JSON."""
     spec = replace(SPEC, compute="i8") if family.operation.startswith("quantize") else SPEC
-    spec = replace(spec, experts=4) if family.operation in OF_EXPERTS else spec
+    spec = replace(spec, experts=4) if "expert" in family.operation else spec
+    spec = replace(spec, top_k=TopK(2)) if family.name == "top_k_experts" else spec
     target = parse_target("sm_80") if family.name == "prefill_mma" else HOPPER  # for targets without wgmma
     for tokens in family.token_tiles(spec, target) or (0,):
         found = family.candidates(spec, tokens, target)
