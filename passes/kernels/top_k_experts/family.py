@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -10,7 +11,6 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
 from lowbit.passes.kernels.decode.family import Decode
-from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.requirements import check_experts
 from lowbit.passes.kernels.streaming import candidates, cost_model, legality
 from lowbit.passes.kernels.streaming.plan import KernelPlan
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
 _DENSE = Decode()
+_PRELOADED = ((2, 1, 4), (2, 1, 3), (2, 1, 2), (1, 4, 1), (1, 4, 3), (2, 2, 4), (1, 1, 4))
 
 
 class TopKExperts(KernelFamily[TopKSchedule]):
@@ -43,15 +44,22 @@ class TopKExperts(KernelFamily[TopKSchedule]):
         """Those of a dense matrix that is as large as the experts of a token together."""
         if not spec.top_k or not self.allows(spec, least_schedule(spec), target):
             return []
-        dense = _of_one_token(spec)
+        dense, adds_up = _of_one_token(spec), spec.top_k.weights is not None
         found = candidates.streaming_schedules(dense, 1, target, _DENSE)
-        every = (made for group in found for s in group.schedules for made in _variants(spec, s))
-        fitting = [s for s in dict.fromkeys(every) if self.allows(spec, s, target)]
+        plain = (s for group in found for s in group.schedules if s.split_k == (1 if adds_up else s.cluster))
+        every = dict.fromkeys(TopKSchedule(**asdict(s)) for s in plain)
+        every |= dict.fromkeys(_preloaded(spec)) if adds_up else {}
+        fitting = [s for s in every if self.allows(spec, s, target)]
         return fitting or [least_schedule(spec)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: TopKSchedule, target: Target) -> float:
-        """About how many microseconds a launch with one token takes."""
-        return cost_model.predict(_of_one_token(spec), 1, schedule, target)
+        """About how many microseconds a launch with one token takes: where experts are added up, as long as if the blocks
+        of a cluster had parts of one long k."""
+        top_k = spec.top_k
+        if top_k is None or top_k.weights is None:
+            return cost_model.predict(_of_one_token(spec), 1, schedule, target)
+        long = replace(spec, n=spec.n // spec.experts, k=top_k.count * spec.k, experts=1, top_k=None)
+        return cost_model.predict(long, 1, replace(schedule, split_k=top_k.count, cluster=top_k.count), target)
 
     def check(self, spec: MatmulSpec, schedule: TopKSchedule, target: Target) -> None:
         if spec.top_k is None:
@@ -108,7 +116,8 @@ def _of_one_token(spec: MatmulSpec) -> MatmulSpec:
     return replace(spec, n=count * (spec.n // spec.experts), experts=1, top_k=None)
 
 
-def _variants(spec: MatmulSpec, s: Schedule) -> Iterator[TopKSchedule]:
-    """Yields a dense matrix's schedule as one of the kernel by ids, if it can be one."""
-    if s.cluster == s.split_k and (s.split_k == 1 or not (spec.top_k and spec.top_k.weights)):
-        yield TopKSchedule(**asdict(s))
+def _preloaded(spec: MatmulSpec) -> Iterator[TopKSchedule]:
+    """Yields schedules for a short k, all of whose weights are on their way before x is there."""
+    for (row_blocks, warps_n, warps_k), step in itertools.product(_PRELOADED, (64, 128, 256)):
+        if step % spec.packing.chunk == 0 and spec.packing.padded_k % (step * warps_k) == 0:
+            yield TopKSchedule(8, row_blocks, warps_n, warps_k, step, 1, preload_weights=True)
