@@ -63,13 +63,13 @@ class Ending:
         """The sum over warps and blocks of the cluster, of this block's part of the rows: [rows / cluster, tokens]."""
         p, s = self.p, self.schedule
         read = self._shared_with_peers(total)
-        peers = [(rank + turn) % s.cluster for turn in range(s.cluster)]  # each block begins with another
-        parts = [self._of_peer(read, peer, rank, s.rows // s.cluster) for peer in peers]
+        rows, turns = s.rows // s.cluster, range(s.cluster)  # each block begins with another
+        parts = [self._of_peer(read, (rank + turn) % s.cluster, rank, rows) for turn in turns]
         total = parts[0]
         for part in parts[1:]:
             total = p.add(total, part)
         p.barrier("cluster_arrive")
-        return total
+        return p.reshape(total, (rows, s.tokens))
 
     def _shared_with_peers(self, total: Tile) -> Memory:
         """Every warp's sums in shared memory, when all blocks of the cluster have theirs there."""
@@ -78,11 +78,10 @@ class Ending:
         return buffer
 
     def _of_peer(self, buffer: Memory, peer: Index, part: Scalar, rows: int) -> Tile:
-        """The sums over the warps of a block of the cluster, of one part of the rows: [rows, tokens]."""
+        """The sums over the warps of a block of the cluster, of one part of the rows: [1, rows, tokens]."""
         p, s = self.p, self.schedule
         layout = self._sum_up_layout(s.warps_k, rows, s.tokens)
-        of_warps = p.load(p.peer(buffer, peer), (0, part * rows, 0), layout)
-        return p.reshape(p.reduce(of_warps, 0), (rows, s.tokens))
+        return p.reduce(p.load(p.peer(buffer, peer), (0, part * rows, 0), layout), 0)
 
     def _sum_up_layout(self, parts: int, rows: int, columns: int) -> Layout:
         """[parts, rows, columns]: all parts of an element in one thread, neighbours along the rows; with them both
@@ -153,7 +152,8 @@ class SumOfExperts(Ending):
         y: Tile | None = None
         for place in range(count):
             expert = work.expert_at(work.y_row * count + place)
-            term = self._term(self._of_peer(sums, place, work.rank, rows), place, expert, row)
+            part = p.reshape(self._of_peer(sums, place, work.rank, rows), (rows, self.schedule.tokens))
+            term = self._term(part, place, expert, row)
             y = term if y is None else p.add(y, term)
         if y is not None:
             view = self._end.view_like_y("y", work.y_row + 1)
