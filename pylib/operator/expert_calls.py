@@ -7,7 +7,6 @@ that; others four: slots are sorted by expert, multiplied twice, and added up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +66,6 @@ def sum_of_experts(
 
 
 @assume_constant_result
-@lru_cache(maxsize=None)
 def most_tokens_by_ids(gate_up: str, down: str, count: int, ids: torch.dtype, weights: torch.dtype) -> int:
     """Returns how many tokens at most go by the ids of their experts; 0 where no kernels do that."""
     found = by_ids(gate_up, down, count, ids, weights)

@@ -53,7 +53,7 @@ _SHAPES = {
     8: (
         *(_Shape(2, 2, 4, 128, 3, 3), _Shape(1, 2, 4, 128, 2, 3), _Shape(2, 2, 2, 128, 4, 3)),
         *(_Shape(2, 4, 1, 256, 4, 2), _Shape(2, 4, 1, 256, 2, 4), _Shape(4, 1, 8, 256, 2, 1)),
-        *(_Shape(2, 4, 1, 128, 2, 3), _Shape(1, 4, 2, 128, 3, 4), _Shape(2, 1, 2, 256, 2, 4)),
+        *(_Shape(2, 4, 1, 128, 2, 3), _Shape(2, 1, 2, 256, 2, 4)),
         _Shape(1, 4, 1, 256, 3, 6, wgmma=True),
     ),
     16: (
@@ -77,6 +77,7 @@ _OF_SMALL_GROUPS = {
         *(_Shape(2, 2, 4, 128, 2, 2), _Shape(2, 2, 2, 128, 2, 3)),
     )
 }
+_MOST_HALVED = 32  # slots of a tile, up to which blocks may share k
 _MANY = 64  # slots of a tile, from which on the first product need not wait for the copies of a round
 _LEAST = (_Shape(1, 1, 4, 0, 2, 4), _Shape(1, 1, 2, 0, 2, 4), _Shape(1, 1, 1, 0, 2, 4))  # step_k: a chunk
 
@@ -108,6 +109,13 @@ def _fitting(
         room = blocks_per_sm(plan, target)
         works = s.warps_k == 1 or 2 * s.warps_k <= plan.steps.count
         if room and works and not spills(plan, target):
-            s = replace(s, max_blocks_per_sm=room)
-            if family.allows(spec, s, target):
-                yield s
+            for fitting in (replace(s, max_blocks_per_sm=room), *_halved(s, plan.steps.count, room)):
+                if family.allows(spec, fitting, target):
+                    yield fitting
+
+
+def _halved(s: ExpertsDecodeSchedule, steps: int, room: int) -> Iterator[ExpertsDecodeSchedule]:
+    """Yields a schedule whose blocks, up to `room`, have half of k each. Where tiles are few and k is long, more blocks
+    are at work then."""
+    if s.tokens <= _MOST_HALVED and room >= 2 and steps >= 8 * s.warps_k:
+        yield replace(s, split_k=2, cluster=2, max_blocks_per_sm=room - room % 2)

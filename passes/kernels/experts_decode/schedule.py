@@ -10,8 +10,6 @@ from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.decode.schedule import Schedule
 
 _FIXED: Mapping[str, Any] = {
-    "split_k": 1,
-    "cluster": 1,
     "preload_weights": False,
     "min_blocks": 0,
     "spread_k": False,
@@ -29,7 +27,8 @@ class ExpertsDecodeSchedule(Schedule):
                        know it
     max_blocks_per_sm  how many blocks a multiprocessor holds, each of which takes turns at the tiles; a thread takes no
                        more registers than that leaves
-    split_k, cluster   1; other choices that are not about the steps of a block are as by default
+    split_k, cluster   the same: blocks that share k add up through distributed shared memory. A divisor or a multiple
+                       of max_blocks_per_sm. Choices that are not about the steps of a block are as by default
     """
 
     max_blocks_per_sm: int = 2
@@ -44,5 +43,11 @@ class ExpertsDecodeSchedule(Schedule):
         if self.tokens not in TOKENS:
             allowed = ", ".join(map(str, TOKENS))
             raise SpecError(f"schedule: tokens={self.tokens} must be one of {allowed} for experts_decode")
+        if self.split_k != self.cluster:
+            given = f"split_k={self.split_k} and cluster={self.cluster}"
+            raise SpecError(f"schedule: experts_decode adds up in clusters, so {given} must be equal")
+        if self.max_blocks_per_sm % self.cluster and self.cluster % max(1, self.max_blocks_per_sm):
+            given = f"cluster={self.cluster} and max_blocks_per_sm={self.max_blocks_per_sm}"
+            raise SpecError(f"schedule: experts_decode needs one of {given} to be a multiple of the other")
         if not self.max_blocks_per_sm:
             raise SpecError("schedule: experts_decode needs max_blocks_per_sm of at least 1, got 0")

@@ -101,7 +101,7 @@ class Work:
 
 class ExpertWork(Work):
     """Tiles of rows of experts, for the slots of a token tile each (`ExpertTiles`). Blocks take turns at them, however
-    many there are; none shares k with others.
+    many there are, and clusters of blocks that have a part of k each.
 
     first_slot  the first slot of the token tile; known inside `run`, as is what is beside it
     end         the slot before which it ends
@@ -112,7 +112,9 @@ class ExpertWork(Work):
 
     @staticmethod
     def grid(plan: KernelPlan) -> tuple[int | str, int, int | str]:
-        return f"sm_count * {plan.schedule.max_blocks_per_sm}", 1, 1
+        cluster, blocks = plan.schedule.cluster, plan.schedule.max_blocks_per_sm
+        times = f"* {blocks // cluster}" if blocks >= cluster else f"/ {cluster // blocks}"
+        return f"sm_count {times}", cluster, 1
 
     def run(self, block: Callable[[], None]) -> None:
         p, steps = self.p, self.plan.steps
@@ -129,7 +131,7 @@ class ExpertWork(Work):
             p.barrier()  # the next tile's stages take the place of sums
 
     def split(self) -> Scalar:
-        return Scalar.of(0)
+        return super().split() if self.plan.schedule.cluster > 1 else Scalar.of(0)
 
     @property
     def tokens(self) -> Scalar:

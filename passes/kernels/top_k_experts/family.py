@@ -53,13 +53,14 @@ class TopKExperts(KernelFamily[TopKSchedule]):
         return fitting or [least_schedule(spec)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: TopKSchedule, target: Target) -> float:
-        """About how many microseconds a launch with one token takes: where experts are added up, as long as if the blocks
-        of a cluster had parts of one long k."""
+        """About how many microseconds a launch with one token takes: where experts are added up, as many as if the
+        blocks of a cluster had parts of one long k."""
         top_k = spec.top_k
         if top_k is None or top_k.weights is None:
             return cost_model.predict(_of_one_token(spec), 1, schedule, target)
         long = replace(spec, n=spec.n // spec.experts, k=top_k.count * spec.k, experts=1, top_k=None)
-        return cost_model.predict(long, 1, replace(schedule, split_k=top_k.count, cluster=top_k.count), target)
+        parts = 1 << (top_k.count - 1).bit_length()  # a cluster of a dense matrix has no other numbers of blocks
+        return cost_model.predict(long, 1, replace(schedule, split_k=parts, cluster=parts), target)
 
     def check(self, spec: MatmulSpec, schedule: TopKSchedule, target: Target) -> None:
         if spec.top_k is None:
