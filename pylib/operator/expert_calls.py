@@ -53,7 +53,7 @@ def sum_of_experts(
     gate     is applied to the sums of gate_up, unless their kernel does that
     """
     run: Any = torch.ops.lowbit if is_compiling() or is_observed() else expert_schema
-    tokens, count = ids.shape
+    tokens, count = ids.shape[0], int(ids.shape[1])  # a model has one `count`, for which torch.compile traces
     few = most_tokens_by_ids(gate_up.kernel, down.kernel, count, ids.dtype, weights.dtype)
     if 0 < tokens <= few:
         return run.top_k_experts(x, ids, weights, gate_up.tensors, down.tensors, gate_up.kernel, down.kernel)
