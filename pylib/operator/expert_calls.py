@@ -1,8 +1,5 @@
-"""The sum of a token's experts by the operators of `expert_schema`: which of them a call of a layer takes.
-
-Few tokens take two launches by the ids of their experts (`pylib.runtime.top_k_experts`), where there are kernels for
-that; others four: slots are sorted by expert, multiplied twice, and added up.
-"""
+"""The sum of a token's experts by the operators of `expert_schema`: one that is all of it, unless torch applies the
+gate between the two matrices."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.pylib.operator import expert_schema
-from lowbit.pylib.operator.expert_schema import by_ids
 from lowbit.pylib.operator.tracing import is_observed
 
 
@@ -53,20 +49,11 @@ def sum_of_experts(
     gate     is applied to the sums of gate_up, unless their kernel does that
     """
     run: Any = torch.ops.lowbit if is_compiling() or is_observed() else expert_schema
-    tokens, count = ids.shape[0], int(ids.shape[1])  # a model has one `count`, for which torch.compile traces
-    few = most_tokens_by_ids(gate_up.kernel, down.kernel, count, ids.dtype, weights.dtype)
-    if 0 < tokens <= few:
-        return run.top_k_experts(x, ids, weights, gate_up.tensors, down.tensors, gate_up.kernel, down.kernel)
-    tile = tile_for(tiles, tokens * count, gate_up.spec.experts)
+    if gate_up.spec.is_gated:
+        kernels = gate_up.kernel, down.kernel
+        return run.sum_of_experts(x, ids, weights, gate_up.tensors, down.tensors, *kernels, tiles)
+    tile = tile_for(tiles, ids.shape[0] * ids.shape[1], gate_up.spec.experts)
     rows, numbers, table, slots = run.route(ids, gate_up.kernel, tile)
-    h = run.expert_matmul(x, rows, table, gate_up.tensors, gate_up.kernel, tile)
-    a = h if gate_up.spec.is_gated else gate(h)
+    a = gate(run.expert_matmul(x, rows, table, gate_up.tensors, gate_up.kernel, tile))
     o = run.expert_matmul(a, numbers, table, down.tensors, down.kernel, tile)
     return run.combine(o, slots, table, weights, down.kernel)
-
-
-@assume_constant_result
-def most_tokens_by_ids(gate_up: str, down: str, count: int, ids: torch.dtype, weights: torch.dtype) -> int:
-    """Returns how many tokens at most go by the ids of their experts; 0 where no kernels do that."""
-    found = by_ids(gate_up, down, count, ids, weights)
-    return found.most_tokens if found else 0

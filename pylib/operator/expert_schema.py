@@ -1,6 +1,6 @@
 """Declares what a call of experts does to torch, so that torch.compile can trace it: `torch.ops.lowbit.route`,
-`expert_matmul` and `combine`, in this order, each of which is one launch on a GPU; and `top_k_experts`, which does
-all of it for few tokens in two launches.
+`expert_matmul` and `combine`, in this order, each of which is one launch on a GPU; and `sum_of_experts`, which is all
+of them, or two launches by ids for few tokens: which, the number of tokens decides when it runs.
 
 Their `kernel` argument is that of `torch.ops.lowbit.matmul.packed`: the matmul as text, which says how many experts
 there are, and where they run. The functions here are what the operators run on tensors that have values. There are no
@@ -16,8 +16,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.by_kernel import aligned, combine_by_kernel, route_by_kernel
 from lowbit.pylib.experts.routing import Routing
@@ -56,7 +56,7 @@ def combine(o: Tensor, slots: Tensor, tiles: Tensor, top_k_weights: Tensor, kern
     return combine_by_kernel(o, routing, top_k_weights, parts(kernel)["target"])
 
 
-def top_k_experts(
+def sum_of_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -64,19 +64,24 @@ def top_k_experts(
     down: Sequence[Tensor],
     gate_up_kernel: str,
     down_kernel: str,
+    tiles: Sequence[int],
 ) -> Tensor:
-    """Returns the sum of each token's experts [tokens, hidden], of few tokens.
+    """Returns the sum of each token's experts [tokens, hidden], whose gate the kernel of gate_up applies: by ids for
+    few tokens, where there are kernels for that, else by the other operators.
 
     x             [tokens, k] in the act type
     ids, weights  [tokens, experts of a token]
-
-    Raises SpecError where there are no kernels for these types.
+    tiles         sizes of token tiles that both matrices have kernels for, the least first
     """
-    found = by_ids(gate_up_kernel, down_kernel, ids.shape[1], ids.dtype, weights.dtype)
-    if found is None:
-        given = f"{ids.dtype} ids and {weights.dtype} weights of {ids.shape[1]} experts"
-        raise SpecError(f"no kernels take {given} of a token by ids; take route, expert_matmul and combine")
-    return found(aligned(x), aligned(ids), aligned(weights), gate_up, down)
+    tokens, count = ids.shape
+    few = by_ids(gate_up_kernel, down_kernel, count, ids.dtype, weights.dtype)
+    if few is not None and 0 < tokens <= few.most_tokens:
+        return few(aligned(x), aligned(ids), aligned(weights), gate_up, down)
+    tile = tile_for(tiles, tokens * count, parts(gate_up_kernel)["spec"].experts)
+    rows, numbers, table, slots = route(ids, gate_up_kernel, tile)
+    a = expert_matmul(x, rows, table, gate_up, gate_up_kernel, tile)
+    o = expert_matmul(a, numbers, table, down, down_kernel, tile)
+    return combine(o, slots, table, weights, down_kernel)
 
 
 @lru_cache(maxsize=None)
@@ -104,15 +109,10 @@ def _fake_matmul(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor
     return x.new_empty((rows.shape[0], spec.outputs), dtype=TORCH[spec.out_dtype])
 
 
-def _fake_top_k(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Sequence[Tensor],
-    down: Sequence[Tensor],
-    gate_up_kernel: str,
-    down_kernel: str,
-) -> Tensor:
+def _fake_sum(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor],
+    gate_up_kernel: str, down_kernel: str, tiles: Sequence[int],
+) -> Tensor:  # fmt: skip
     spec = cast(MatmulSpec, parts(down_kernel)["spec"])
     return x.new_empty((ids.shape[0], spec.outputs), dtype=TORCH[spec.out_dtype])
 
@@ -135,11 +135,11 @@ for _schema, _function, _fake in (
     ),
     (
         (
-            "top_k_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] gate_up, Tensor[] down, str gate_up_kernel, "
-            "str down_kernel) -> Tensor"
+            "sum_of_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] gate_up, Tensor[] down, str gate_up_kernel, "
+            "str down_kernel, int[] tiles) -> Tensor"
         ),
-        top_k_experts,
-        _fake_top_k,
+        sum_of_experts,
+        _fake_sum,
     ),
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -38,6 +38,7 @@ from lowbit.pylib.weights.packed import pack
 
 SMALL = ExpertsMmaSchedule(16, num_stages=2)
 FEW = ExpertsDecodeSchedule(8, 1, 1, 2, 64, 2)
+FEW_HALVED = replace(FEW, split_k=2, cluster=2, max_blocks_per_sm=4)
 FEW_BY_WGMMA = ExpertsDecodeSchedule(16, 1, 4, 2, 128, 3, wgmma=True, refill="after_first_mma")
 AMPERE = parse_target("sm_80")
 Array = np.ndarray[Any, Any]
@@ -137,6 +138,15 @@ def test_few_experts_have_small_tiles() -> None:
     assert few.rows < many.rows
 
 
+def test_blocks_share_k_where_tiles_are_few() -> None:
+    """Those of Mixtral's down with 8 tokens, but not those of its gate_up."""
+    found = [
+        schedule_for_few(MatmulSpec(8 * n, k, "u4", 128, act="bf16", scale="bf16", experts=8), 8, 16, HOPPER)
+        for n, k in ((4096, 14336), (28672, 4096))
+    ]
+    assert [isinstance(s, ExpertsDecodeSchedule) and s.cluster for s in found] == [2, 1]
+
+
 def test_which_kernel_serves_which_tiles() -> None:
     spec = MatmulSpec(128 * 1536, 2048, "u4", 128, experts=128)
     kinds = {
@@ -205,7 +215,10 @@ def test_a_row_depends_on_no_other(schedule: AnySchedule) -> None:
     assert torch.equal(before[other], after[other]) and torch.isnan(after[~other]).all()
 
 
-@pytest.mark.parametrize("schedule", [SMALL, ExpertsSchedule(32), FEW, FEW_BY_WGMMA], ids=str)
+HALVED = (FEW_HALVED, replace(FEW_BY_WGMMA, split_k=2, cluster=2, max_blocks_per_sm=1))
+
+
+@pytest.mark.parametrize("schedule", [SMALL, ExpertsSchedule(32), FEW, FEW_BY_WGMMA, *HALVED], ids=str)
 @pytest.mark.parametrize("name", ["one", "uneven", "some elsewhere", "none here"])
 def test_on_hopper(name: str, schedule: AnySchedule) -> None:
     assert is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), schedule, ROUTINGS[name], 5, HOPPER)
@@ -266,7 +279,11 @@ def test_schedules_that_do_not_fit(spec: MatmulSpec, schedule: AnySchedule, mess
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"split_k": 2}, "experts_decode needs split_k=1; got split_k=2"),
+        ({"split_k": 2}, "adds up in clusters, so split_k=2 and cluster=1 must be equal"),
+        (
+            {"split_k": 2, "cluster": 2, "max_blocks_per_sm": 3},
+            "needs one of cluster=2 and max_blocks_per_sm=3 to be a multiple of the other",
+        ),
         ({"preload_weights": True, "num_stages": 1}, "experts_decode needs preload_weights=False"),
         ({"tokens": 128, "wgmma": True, "warps_n": 4}, "tokens=128 must be one of 8, 16, 32, 64 for experts_decode"),
         ({"wgmma": True, "warps_n": 4, "refill": "per_warp"}, "experts_decode needs another refill than 'per_warp'"),

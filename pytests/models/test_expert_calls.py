@@ -14,7 +14,8 @@ import lowbit
 from lowbit import LowbitExperts, LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.nn import experts as experts_module
 from lowbit.pylib.nn import stacked_experts
-from lowbit.pylib.operator import expert_calls
+from lowbit.pylib.operator import expert_schema
+from lowbit.pylib.runtime.top_k_experts import TopKExperts
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,8 +43,15 @@ def call(request: pytest.FixtureRequest, experts: LowbitExperts, monkeypatch: py
     """A call of experts: in launches of the emulator, by sorted slots or by ids, those with tokens one after the other,
     or all on all tokens."""
     target = {"together": "emulator:sm_80", "by ids": "emulator:sm_90a"}.get(request.param)
-    few = 10_000 if request.param == "by ids" else 0
-    monkeypatch.setattr(expert_calls, "most_tokens_by_ids", lambda *_: few)
+    found = expert_schema.by_ids
+
+    def by_ids(*types: Any) -> TopKExperts | None:
+        few = found(*types) if request.param == "by ids" else None
+        if few is not None:
+            monkeypatch.setattr(few, "most_tokens", 10_000)
+        return few
+
+    monkeypatch.setattr(expert_schema, "by_ids", by_ids)
     for module in (stacked_experts, experts_module):
         monkeypatch.setattr(module, "target_of", lambda _: target)
     experts._stacked = None

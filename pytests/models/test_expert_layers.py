@@ -278,8 +278,8 @@ def test_every_kind_of_weight_on_a_cpu(config: str, monkeypatch: pytest.MonkeyPa
     assert_right(found, defined(experts, *call))
 
 
-def test_torch_traces_four_launches() -> None:
-    """None of the dozens of operations that routing takes in torch."""
+def test_torch_traces_one_operator() -> None:
+    """None of the dozens of operations of routing in torch, and nothing that depends on the number of tokens."""
     seen: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -289,7 +289,7 @@ def test_torch_traces_four_launches() -> None:
     torch._dynamo.reset()
     torch.compile(quantized(), fullgraph=True, backend=backend)(*call_of(5))
     launches = [node.target.__name__ for node in seen if str(node.target).startswith("lowbit.")]
-    assert [name.split(".")[0] for name in launches] == ["route", "expert_matmul", "expert_matmul", "combine"]
+    assert [name.split(".")[0] for name in launches] == ["sum_of_experts"]
     assert not any(name in str(node.target) for node in seen for name in ("sort", "cumsum", "index"))
 
 
