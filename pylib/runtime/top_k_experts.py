@@ -23,6 +23,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.top_k import Ids, RouterWeights, TopK
+from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.scheduling.choice import Chooser
 from lowbit.passes.target import Target
@@ -95,8 +96,12 @@ class TopKExperts:
         return self._down.run(a, len(x), down, (ids, weights))
 
     @property
-    def artifacts(self) -> tuple[Artifact, Artifact]:
-        """The kernels of gate_up and down."""
+    def requests(self) -> tuple[KernelRequest, KernelRequest]:
+        """The kernels of gate_up and down, before they are made."""
+        return self._gate_up.request, self._down.request
+
+    def prepare(self) -> tuple[Artifact, Artifact]:
+        """Returns the kernels of gate_up and down, made if they were not."""
         return self._gate_up.artifact, self._down.artifact
 
 
@@ -113,14 +118,18 @@ class _Launches:
         raise NotImplementedError
 
     @property
+    def request(self) -> KernelRequest:
+        """The kernel, before it is made."""
+        return request(self.spec, self._target, Chooser(self.spec, self._target).schedule(1))
+
+    @property
     def artifact(self) -> Artifact:
         """The kernel."""
         with self._lock:
             if self._artifact is None:
-                schedule = Chooser(self.spec, self._target).schedule(1)
                 sizes = f"{self.spec.experts}x{self.spec.outputs}x{self.spec.k}"
                 name = f"top_k_experts_{self.spec.weight}_{sizes}_{self._target.arch}"
-                self._artifact = load(request(self.spec, self._target, schedule), name)
+                self._artifact = load(self.request, name)
             return self._artifact
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
@@ -25,9 +26,13 @@ from lowbit.pylib.nn.gated_linear import Gate, in_halves, with_gate
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.stacked_experts import target_of
+from lowbit.pylib.operator import expert_schema
+from lowbit.pylib.operator.expert_schema import by_ids
+from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
+from lowbit.pylib.runtime.top_k_experts import TopKExperts
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.sharding import Part
@@ -59,13 +64,21 @@ class ExpertKernels:
 
     def kernels(self, tokens: int) -> tuple[KernelRequest, ...]:
         """Returns what multiplies the slots of 1 to so many tokens; nothing on a CPU."""
-        return tuple(self._by_request(tokens)) if parse_target(self.target).is_gpu else ()
+        few = self._few()
+        return (*self._by_request(tokens), *(few.requests if few else ())) if parse_target(self.target).is_gpu else ()
+
+    def _few(self) -> TopKExperts | None:
+        """Returns what runs few tokens by ids and weights as servers give them, if anything does."""
+        texts = (describe(spec, parse_target(self.target), None) for spec in (self.gate_up, self.down))
+        return by_ids(*texts, self.top_k, torch.int32, torch.float32)
 
     def prepare(self, tokens: int) -> None:
         """Have these kernels ready in this process, and those that route tokens, permute x and add up."""
         on = parse_target(self.target)
         for spec, tile, slots in self._by_request(tokens).values() if on.is_gpu else ():
             expert_matmul(spec, on).kernel(tile, slots)
+        if few := self._few():
+            few.prepare()
         for count in (1, min(tokens, FEW_ROWS + 1)) if on.is_gpu else ():
             self._prepare_others(count, "cuda" if on.kind == "cuda" else "cpu")
 
@@ -114,8 +127,12 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up, self.down = (PackedModule(packed.spec, packed) for packed in (gate_up, down))
         self._top_k = top_k
+        self._names = tuple(tuple(slot.name for slot in packed.spec.tensors) for packed in (gate_up, down))
+        self._target: str | None = None
+        self._kernels: tuple[str, ...] = ()
+        self._tiles: tuple[int, ...] = ()
         if target := target_of(gate_up.device):
-            _tiles(self.gate_up.spec, self.down.spec, target)
+            self._describe(target)
             if parse_target(target).is_gpu and (gate_up.wide_range or down.wide_range):
                 raise SpecError(f"experts have values beyond {gate_up.spec.act}, which no kernel takes; use bfloat16")
 
@@ -133,13 +150,19 @@ class Experts(nn.Module):
         weights   [tokens, k]
         """
         target = cast(str, target_of(x.device))
-        gate_up, down = self.gate_up.spec, self.down.spec
-        tile = tile_for(_tiles(gate_up, down, target), ids.numel(), gate_up.experts)
-        routing = route_by_kernel(ids, gate_up.experts, tile, target)
-        parsed = parse_target(target)
-        a = expert_matmul(gate_up, parsed)(x, routing.rows, routing.tiles, self.gate_up.packed.tensors, tile)
-        o = expert_matmul(down, parsed)(a, routing.numbers, routing.tiles, self.down.packed.tensors, tile)
-        return combine_by_kernel(o, routing, weights, target)
+        if self._target != target:
+            self._describe(target)
+        run: Any = torch.ops.lowbit if is_compiling() else expert_schema
+        gate_up, down = (
+            [getattr(module, name) for name in names] for module, names in zip((self.gate_up, self.down), self._names)
+        )
+        return run.sum_of_experts(x, ids, weights, gate_up, down, *self._kernels, self._tiles)
+
+    def _describe(self, target: str) -> None:
+        """Finds what operators are told of the matrices. torch.compile need not trace it."""
+        specs = self.gate_up.spec, self.down.spec
+        self._target, self._tiles = target, _tiles(*specs, target)
+        self._kernels = tuple(describe(spec, parse_target(target), None) for spec in specs)
 
 
 def _tiles(gate_up: MatmulSpec, down: MatmulSpec, target: str) -> tuple[int, ...]:
