@@ -332,7 +332,7 @@ def with_orders(experts: LowbitExperts) -> LowbitExperts:
             assert isinstance(layer, LowbitLinear)
             generator = torch.Generator().manual_seed(expert)
             given = {slot.name: layer.packed.unpack_tensor(slot.name) for slot in layer.spec.given_tensors}
-            order = torch.randperm(layer.spec.k, generator=generator)
+            order = torch.randperm(layer.spec.k, generator=generator).to(layer.codes.device)
             packed = pack(replace(layer.spec, permuted=True), **given, permutation=order)
             layers[expert] = LowbitLinear.from_packed(packed.to(layer.codes.device))
     return experts
