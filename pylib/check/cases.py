@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "fold_scales": (False, True),
     "compute_from": (1, 17),
     "experts": (1,),  # those are called in another way
+    "top_k": (None,),  # likewise
     "second_level": ("none", "plain", "zeros", "offsets"),
     "second_rows": (1, 16),
     "second_groups": (1, 2, 4),
