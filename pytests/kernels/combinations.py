@@ -58,6 +58,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "outliers": (False, True),
     "epilogue": (None, "silu_mul", "gelu_mul", "swiglu_oai", "residual"),
     "experts": (1,),  # of several: EXPERT_FACTORS
+    "top_k": (None,),  # test_top_k_experts
     "n": (16, 40, 48),
     "k": (64, 96, 192, 256, 260),
 }

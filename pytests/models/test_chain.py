@@ -307,16 +307,13 @@ def test_copies_pickles_and_states() -> None:
     assert distance(expected, generated(empty)) == 0
 
 
-def test_states_without_a_gate_are_loaded() -> None:
+def test_states_without_a_gate_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of before had gate and up in the order of plain layers."""
     model = low_bit()
     plain = copy.deepcopy(model)
-    monkey = chain._gate
-    try:
-        chain._gate = lambda network: None
+    with monkeypatch.context() as without:
+        without.setattr(chain, "_gate", lambda network: None)
         lowbit.fuse_(plain)
-    finally:
-        chain._gate = monkey
     other = fused(model)
     assert type(other.model.layers[0].mlp.gate_up_proj) is GatedLinear
     other.load_state_dict(plain.state_dict())

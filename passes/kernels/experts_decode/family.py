@@ -59,7 +59,7 @@ class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
         """The candidates with other numbers of stages and of blocks, too."""
 
         def others(s: ExpertsDecodeSchedule) -> Iterator[ExpertsDecodeSchedule]:
-            for stages, blocks in product(_STAGES, _BLOCKS):
+            for stages, blocks in product(_STAGES, (b for b in _BLOCKS if b % s.cluster == 0)):
                 yield replace(s, num_stages=stages, max_blocks_per_sm=blocks)
 
         every = dict.fromkeys(other for s in self.candidates(spec, token_tile, target) for other in (s, *others(s)))
