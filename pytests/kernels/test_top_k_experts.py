@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from emulated import HOPPER, run_launch
+from test_experts import by_expert
 from torch import Tensor
 
 from lowbit.dialect.bilevel import Bilevel
@@ -45,8 +46,6 @@ def problem(spec: MatmulSpec, ids: Tensor) -> tuple[Tensor, dict[str, Tensor], A
     expected, bound = matmul(dense, rows, **weight), tolerance(dense, rows, **weight, **rounding)
     here = np.where((ids < 0) | (ids >= spec.experts), 0, ids).reshape(-1, 1)
     columns = here * spec.outputs + np.arange(spec.outputs)
-    from test_experts import by_expert
-
     every = by_expert(plain, weight)
     return x, every, np.take_along_axis(expected, columns, 1), np.take_along_axis(bound, columns, 1)
 

@@ -64,7 +64,16 @@ class Work:
         """Returns which part of k the block has."""
         return self.p.block_id(1)
 
+    def rows_before(self, expert: Scalar) -> Scalar:
+        """Returns the number of rows of the weight that the experts before one have."""
+        return expert * (self.plan.steps.row_blocks_of_expert * ROWS)
+
     # -- of x and y
+
+    @property
+    def first_row_of_x(self) -> Index:
+        """The row of x that is the block's first."""
+        return 0
 
     @property
     def tokens(self) -> Scalar:
@@ -88,7 +97,8 @@ class Work:
         limit: Sequence[int],
     ) -> None:
         """Starts to copy the block's tokens, which are along dim `dim` of a view of x, in whole pieces of 16 bytes."""
-        self.p.copy_async(x, target, offsets, layout, boundary, limit)
+        places = (*offsets[:dim], self.first_row_of_x, *offsets[dim + 1 :])
+        self.p.copy_async(x, target, places, layout, boundary, limit)
 
     def first_row(self) -> Scalar:
         """Returns the first row of the block's sums."""
@@ -156,7 +166,7 @@ class ExpertWork(Work):
 
     def store(self, numbers: Tile, end: Epilogue, first_row: Scalar) -> None:
         """Stores numbers of slots to their rows of y, which have columns for one expert."""
-        row = end.row_of_y(first_row - self._expert * (self.plan.steps.row_blocks_of_expert * ROWS))
+        row = end.row_of_y(first_row - self.rows_before(self._expert))
         outside = end.outside("skip"), "skip"
         self.p.store(numbers, end.view_like_y("y", self.end), (row, self.first_slot), outside)
 
@@ -218,29 +228,14 @@ class TopKWork(Work):
         self, name: str, element: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
     ) -> Memory:
         """Returns a view that ends behind the block's row of x."""
-        self._row = self.place if self.adds_up else self.place // self._top_k.count
-        return self.p.global_view(self.p[name], element, shape, strides, sizes=[self._row + 1])
+        return self.p.global_view(self.p[name], element, shape, strides, sizes=[self.first_row_of_x + 1])
 
-    def copy_x(
-        self,
-        x: Memory,
-        target: Memory,
-        offsets: Sequence[Index],
-        dim: int,
-        layout: Layout,
-        boundary: Sequence[str],
-        limit: Sequence[int],
-    ) -> None:
-        """Starts to copy the block's row of x."""
-        places = (*offsets[:dim], self._row, *offsets[dim + 1 :])
-        self.p.copy_async(x, target, places, layout, boundary, limit)
+    @property
+    def first_row_of_x(self) -> Scalar:
+        return self.place if self.adds_up else self.place // self._top_k.count
 
     def first_row(self) -> Scalar:
         return self.first_block * ROWS
-
-    def rows_before(self, expert: Scalar) -> Scalar:
-        """Returns the number of rows of the weight that the experts before one have."""
-        return expert * (self.plan.steps.row_blocks_of_expert * ROWS)
 
     def store(self, numbers: Tile, end: Epilogue, first_row: Scalar) -> None:
         """Stores numbers of one row of y, from a row of the block's expert on."""
