@@ -28,6 +28,7 @@ from lowbit.passes.kernels.registry import family_named
 from lowbit.passes.launch import Launch
 from lowbit.passes.lowering.lower_dequant import LowerDequant
 from lowbit.passes.lowering.lower_tiles import LowerTiles
+from lowbit.passes.origins import Origins
 from lowbit.passes.stages import GPU_STAGES, Stage
 from lowbit.passes.target import Target
 from lowbit.passes.tensor_programs import tensor_program
@@ -66,6 +67,7 @@ class CompiledKernel:
     """A kernel ready to be assembled: how to start it, its PTX, and the text of every stage that was asked for.
 
     elements   the types as which a program of one's own sees the memory behind its pointers, by parameter
+    origins    where the lines of all stages came from, if that was asked for
     """
 
     launch: Launch
@@ -73,6 +75,7 @@ class CompiledKernel:
     schedule: KernelSchedule | None  # None for a program of one's own
     stages: dict[str, str]
     elements: dict[str, tuple[Element, ...]] = field(default_factory=dict[str, tuple[Element, ...]])
+    origins: Origins | None = None
 
     @property
     def ptx(self) -> str:
@@ -83,10 +86,13 @@ class CompiledKernel:
         return emit_cubin(self.ptx, self.target)
 
 
-def compile_kernel(request: KernelRequest, keep: bool = False, lines: bool = False) -> CompiledKernel:
+def compile_kernel(
+    request: KernelRequest, keep: bool = False, lines: bool = False, origins: bool = False
+) -> CompiledKernel:
     """The kernel of a request; `keep` records the IR of every stage, `lines` has the PTX say which line of the kernel's
-    program made what, in `.loc` directives."""
-    compiled = _compile(lambda: tensor_program(request), request.target, request.schedule, keep, lines)
+    program made what, in `.loc` directives, and `origins` notes for every line of every stage where it came from."""
+    noted = Origins() if origins else None
+    compiled = _compile(lambda: tensor_program(request), request.target, request.schedule, keep, lines, noted)
     family = family_named(request.family)
     names = [param.name for param in compiled.launch.params]
     roles = family.roles(request.spec, names)
@@ -98,18 +104,22 @@ Buildable = Program | ir.Module | Callable[[], Program | ir.Module]
 """A program of one's own: what the builder makes, its module, or a function that returns one of these."""
 
 
-def lower_program(program: Buildable, target: Target, lines: bool = False) -> CompiledKernel:
+def lower_program(
+    program: Buildable, target: Target, lines: bool = False, origins: bool = False
+) -> CompiledKernel:
     """The kernel of a tile program of one's own, with the IR of every stage.
 
     The program stays as it is. For the emulator, and with `lines`, its PTX says which line made what, in `.loc`
-    directives. Raises PassError for what is no program, or a wrong one.
+    directives; with `origins` it is noted for every line of every stage where it came from, in place of these. Raises
+    PassError for what is no program, or a wrong one.
     """
     context = new_context()
     ops.register(context)
     with context, ir.Location.unknown():
         module = built_module(program() if callable(program) else program)
         text = module.operation.get_asm(enable_debug_info=True)  # so that the program stays, for other targets
-    return _compile(lambda: _read(text), target, None, keep=True, lines=lines or target.kind == "emulator")
+    lines = lines or target.kind == "emulator"
+    return _compile(lambda: _read(text), target, None, keep=True, lines=lines, origins=Origins() if origins else None)
 
 
 def _read(text: str) -> ir.Module:
@@ -126,6 +136,7 @@ def _compile(
     schedule: KernelSchedule | None,
     keep: bool,
     lines: bool = False,
+    origins: Origins | None = None,
 ) -> CompiledKernel:
     stages: dict[str, str] = {}
     launches: list[Launch] = []
@@ -135,23 +146,30 @@ def _compile(
         module = build()
         elements = _elements(module)
         if keep:
-            stages["lowbit"] = print_module(module)
+            stages["lowbit"] = _written("lowbit", module, origins)
         for stage in (stage for stage in GPU_STAGES if stage.passes):
             for step in passes_to(stage, target):
                 step.run(module)
             module.operation.verify()
             if stage.name == "gpu":
                 launches = read_launches(module)
+            if origins and stage.name == "tile":
+                origins.number(module)
             if keep:
-                stages[stage.name] = print_module(module)
-        if lines:
+                stages[stage.name] = _written(stage.name, module, origins)
+        if lines or origins:
             mark_lines(module)
         llvm_ir = translate(module)
+    ptx = emit_ptx(llvm_ir, target)
     if keep:
-        stages["ll"] = llvm_ir
-    stages["ptx"] = emit_ptx(llvm_ir, target)
+        stages["ll"] = origins.recorded_llvm(llvm_ir) if origins else llvm_ir
+    stages["ptx"] = origins.recorded_assembly("ptx", ptx) if origins else ptx
     launch = replace(launches[0], may_overlap="griddepcontrol.wait" in stages["ptx"])
-    return CompiledKernel(launch, target, schedule, stages, elements)
+    return CompiledKernel(launch, target, schedule, stages, elements, origins)
+
+
+def _written(stage: str, module: ir.Module, origins: Origins | None) -> str:
+    return origins.recorded(stage, module) if origins else print_module(module)
 
 
 def _elements(module: ir.Module) -> dict[str, tuple[Element, ...]]:

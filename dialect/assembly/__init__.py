@@ -9,16 +9,18 @@ form is, too, and both may stand in one text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lowbit.dialect.assembly.aliases import with_aliases
 from lowbit.dialect.assembly.lines import folded
 from lowbit.dialect.assembly.names import name_values
+from lowbit.dialect.assembly.numbers import FILE, without_locations
 from lowbit.dialect.assembly.rewrite import to_generic, to_own
 from lowbit.dialect.assembly.tokens import SyntaxFault
 from lowbit.dialect.bindings import ir
 
-__all__ = ["parse_module", "print_module", "to_generic", "to_own"]
+__all__ = ["parse_module", "print_module", "print_numbered", "to_generic", "to_own"]
 
 
 def print_module(module: ir.Module, debug_info: bool = False) -> str:
@@ -34,6 +36,30 @@ def print_module(module: ir.Module, debug_info: bool = False) -> str:
     text = operation.get_asm(enable_debug_info=debug_info, use_name_loc_as_prefix=not debug_info)
     own = to_own(text)
     return folded(with_aliases(own)) if own != text else text
+
+
+def print_numbered(
+    module: ir.Module, number_of: Callable[[Any], int | None]
+) -> tuple[str, list[int | None]]:
+    """The text of a module as `print_module` gives it, and for every line of it the number of its operation.
+
+    number_of   the number of an operation, at least 1, by its location; None for one without
+    """
+    operation: Any = module.operation
+
+    def place_of(op: Any) -> ir.Location:
+        number = number_of(op.location)
+        return ir.Location.file(FILE, number, 0) if number else ir.Location.unknown()
+
+    with module.context:
+        operation = operation.clone()
+        name_values(operation, place_of)
+    text = operation.get_asm(enable_debug_info=True, use_name_loc_as_prefix=True)
+    own = to_own(text)
+    has_own = own != text
+    lines = without_locations(with_aliases(own) if has_own else text)
+    parts = [(part, number) for line, number in lines for part in (folded(line) if has_own else line).split("\n")]
+    return "\n".join(part for part, _ in parts), [number for _, number in parts]
 
 
 def parse_module(text: str) -> ir.Module:

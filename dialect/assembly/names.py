@@ -9,6 +9,7 @@ Names follow from the IR alone, so they are the same when it has been printed an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lowbit.dialect.bindings import ir
@@ -22,15 +23,19 @@ _COPIED = ("source", "outliers", "map")  # operands of copies
 _PREFIX = "lowbit."
 
 
-def name_values(module: Any) -> None:
+def name_values(module: Any, place_of: Callable[[Any], ir.Location] | None = None) -> None:
     """Writes names into the locations of operations and arguments, in place of what is there.
 
     The printer takes names from there; and it would take those of the Python functions that a program was built by.
+
+    place_of   of an operation the location that its name stands in front of; by default none
     """
     unknown = ir.Location.unknown()
 
     def visit(op: Any) -> Any:
-        op.location = ir.Location.name(_name(op)) if op.name.startswith(_PREFIX) and len(op.results) else unknown
+        place = place_of(op) if place_of else unknown
+        has_name = op.name.startswith(_PREFIX) and len(op.results)
+        op.location = ir.Location.name(_name(op), place) if has_name else place
         for name, argument in _arguments(op):
             argument.set_location(ir.Location.name(name) if name else unknown)
         return ir.WalkResult.ADVANCE

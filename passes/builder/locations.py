@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ _FRAME = re.compile(r'"([^"]+)":(\d+):')
 _BETWEEN = (Path(__file__).parent, Path(ext.__file__).parent)  # the builder's folder, and that of MLIR's dialects
 
 
-def user_line(location: Any) -> tuple[str, int] | None:
-    """The file and the line of the program that made an operation: those of the first frame outside of the builder."""
+def user_line(location: Any, helpers: Sequence[str] = ()) -> tuple[str, int] | None:
+    """The file and the line of the program that made an operation: those of the first frame outside of the builder.
+
+    helpers   names of files that belong to the builder as well
+    """
     frames = _FRAME.findall(str(location))
-    return next(((path, int(line)) for path, line in frames if _is_users(path)), None)
+    users = ((path, int(line)) for path, line in frames if _is_users(path) and Path(path).name not in helpers)
+    return next(users, None)
 
 
 def named(location: Any) -> str:

@@ -93,13 +93,13 @@ def assembler() -> Assembler:
         return NvJitLink()
     except (ImportError, RuntimeError):  # no cuda.bindings, or no libnvJitLink that it finds
         pass
-    if program := shutil.which("ptxas") or next(_wheel_files("bin/ptxas"), None):
+    if program := shutil.which("ptxas") or next(wheel_files("bin/ptxas"), None):
         return Ptxas(str(program))
     wheels = "cuda-bindings nvidia-nvjitlink"
     raise TargetError(f"a cubin needs nvJitLink or ptxas, and neither is here; pip install {wheels}")
 
 
-def _wheel_files(pattern: str) -> Iterator[Path]:
+def wheel_files(pattern: str) -> Iterator[Path]:
     """Files of NVIDIA's wheels, which unpack to ``nvidia/<package>/``, newest major version first."""
     spec = find_spec("nvidia")
     for root in (spec.submodule_search_locations or ()) if spec else ():

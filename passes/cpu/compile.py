@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from lowbit.dialect.assembly import print_module
 from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.host import emit_host, emit_host_assembly, host_cpu, host_features
 from lowbit.passes.codegen.ptx import translate
+from lowbit.passes.codegen.source_lines import mark_lines
 from lowbit.passes.cpu.decode import Isa
 from lowbit.passes.cpu.lower_cpu import Program, build_cpu_program, cpu_needs, lower_cpu_to_llvm
 from lowbit.passes.cpu.task import ENTRY, Needs
+from lowbit.passes.origins import Origins
 
 
 def compile_program(
@@ -32,10 +35,25 @@ def program_stages(spec: MatmulSpec, program: Program, cpu: str = "") -> dict[st
     """The program as text: "vector" and "llvm" (MLIR), "ll" (LLVM IR), "asm"."""
     with new_context(), ir.Location.unknown():
         module = build_cpu_program(spec, program, isa_of(cpu))
-        stages = {"vector": str(module)}
-        stages["llvm"] = str(lower_cpu_to_llvm(module))
+        stages = {"vector": print_module(module)}
+        stages["llvm"] = print_module(lower_cpu_to_llvm(module))
         stages["ll"] = translate(module)
         return stages | {"asm": emit_host_assembly(stages["ll"], cpu)}
+
+
+def program_origins(spec: MatmulSpec, program: Program, cpu: str = "") -> tuple[dict[str, str], Origins]:
+    """The same, and where the lines of every stage came from."""
+    origins = Origins(helpers=("vector_ops.py",))
+    with new_context(), ir.Location.unknown():
+        with ir.loc_tracebacks():
+            module = build_cpu_program(spec, program, isa_of(cpu))
+        origins.number(module)
+        stages = {"vector": origins.recorded("vector", module)}
+        stages["llvm"] = origins.recorded("llvm", lower_cpu_to_llvm(module))
+        mark_lines(module)
+        llvm_ir = translate(module)
+        stages["ll"] = origins.recorded_llvm(llvm_ir)
+        return stages | {"asm": origins.recorded_assembly("asm", emit_host_assembly(llvm_ir, cpu))}, origins
 
 
 def isa_of(cpu: str) -> Isa:

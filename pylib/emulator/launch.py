@@ -41,6 +41,7 @@ from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
 from lowbit.pylib.emulator.machine.memory_map import MemoryMap, make_cluster
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.emulator.machine.step_results import WARP
+from lowbit.pylib.emulator.observer import Enough, current
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Kernel, Param, Variable
 from lowbit.pylib.runtime.tensor_map import ALIGN, SIZE, TensorMap
@@ -141,11 +142,20 @@ class Emulator:
 
     def _run(self, machines: list[Block], clusters: Iterable[list[Index]], shape: Index) -> None:
         """Run the clusters of a grid one after the other, on the machines of one."""
-        device = machines[0].device
+        device, observer = machines[0].device, current()
+        seen = observer and observer.begin(machines)
+        if observer:
+            clusters = itertools.islice(clusters, observer.clusters)
         try:
             with np.errstate(all="ignore"):
                 for indices in clusters:
                     run_cluster([machines[_rank(index, shape)] for index in indices], indices)
+        except Enough:
+            pass
+        except EmulatorError as error:
+            if seen:
+                seen.fault = str(error)
+            raise
         finally:
             device.copy_back()
             counts = sum((machine.opcode_counts() for machine in machines), Counter[str]())
@@ -157,9 +167,11 @@ class Emulator:
         arguments: by the names of the kernel's parameters, the workspace included; values as `args` of `launch`.
         options: the other options of `launch`.
         """
+        observer = current()
+        sm_count = observer.sm_count if observer and observer.sm_count else SM_COUNT
         self.launch(
             launch.name,
-            grid=launch.blocks(arguments, SM_COUNT),
+            grid=launch.blocks(arguments, sm_count),
             block=launch.threads,
             args=[arguments[p.name] for p in launch.params],
             shared_bytes=launch.shared_bytes,

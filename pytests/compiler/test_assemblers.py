@@ -40,7 +40,7 @@ SHARED = """
 
 
 def installed_assemblers() -> list[NvJitLink | Ptxas]:
-    ptxas = shutil.which("ptxas") or next(cubin_module._wheel_files("bin/ptxas"), None)
+    ptxas = shutil.which("ptxas") or next(cubin_module.wheel_files("bin/ptxas"), None)
     found = [Ptxas(str(ptxas))] if ptxas else []
     best = assembler()
     return [best, *found] if isinstance(best, NvJitLink) else [*found]

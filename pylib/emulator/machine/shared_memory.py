@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from lowbit.pylib.emulator.machine.async_proxy import AsyncProxy
@@ -22,6 +24,16 @@ READABLE, EMPTY, LANDED, IN_FLIGHT, OUTSIDE, BARRIER = range(6)
 BULK = -1
 
 
+class Watch(Protocol):
+    """Hears of what happens in a shared memory; offsets are from its beginning."""
+
+    def access(self, lanes: Array, offset: Array, size: int) -> None: ...
+
+    def begin_copy(self, row: Array, size: int) -> None: ...
+
+    def land_copy(self, row: Array, size: int) -> None: ...
+
+
 class SharedMemory:
     """The shared memory of one block, from `SHARED_BASE` on; knows of every byte whether it may be read."""
 
@@ -33,6 +45,7 @@ class SharedMemory:
         self.cluster_races: ClusterRaceDetector | None = None
         self.proxy: AsyncProxy | None = None  # if there are wgmma or bulk copies
         self.barriers = MBarriers(lanes)
+        self.watch: Watch | None = None
 
     def add(self, size: int, align: int) -> int:
         start = -(-self.end // align) * align
@@ -77,6 +90,7 @@ class SharedMemory:
         """`by`: the rank of the block whose `lanes` read; by default this one."""
         by = self.rank if by is None else by
         row = self.locate(lanes, address, size)
+        self._tell(lanes, row, size, by)
         state = self.state.reshape(-1, size)[row]
         if state.any():  # not READABLE
             self._refuse_read(lanes, row, size, state, by == self.rank, lanes[:, None] if by == self.rank else None)
@@ -114,11 +128,17 @@ class SharedMemory:
         size = rows.shape[1]
         row = self.locate(lanes, address, size)
         by = self.rank if by is None else by
+        self._tell(lanes, row, size, by)
         self._check_write(lanes, row, size, atomic, by)
         self.data.reshape(-1, size)[row] = rows
         self.state.reshape(-1, size)[row] = READABLE
         if self.proxy:
             self.proxy.write(lanes, row, size, by == self.rank)
+
+    def _tell(self, lanes: Array, row: Array, size: int, by: int) -> None:
+        """Tells who watches of an access by this block's threads."""
+        if self.watch and by == self.rank and len(lanes):
+            self.watch.access(lanes, row * size, size)
 
     def _check_write(self, lanes: Array, row: Array, size: int, atomic: bool, by: int) -> None:
         state = self.state.reshape(-1, size)[row]
@@ -145,11 +165,16 @@ class SharedMemory:
         copier = self.copier.reshape(-1, size)
         copier[row] = lanes[:, None]
         require(copier[row, 0] == lanes, lanes, "cp.async to the same bytes as another thread's")
+        if self.watch and len(lanes):
+            self.watch.access(lanes, row * size, size)
+            self.watch.begin_copy(row, size)
         return row
 
     def land_copy(self, lanes: Array, row: Array, rows: Array, barrier: MBarrier | None = None) -> None:
         """`barrier`: not to the thread that issued it, but to those that wait for this mbarrier, which tracks it."""
         size = rows.shape[1]
+        if self.watch:
+            self.watch.land_copy(row, size)
         if barrier is None:
             self.note_copy(lanes, row, size)
         self.data.reshape(-1, size)[row] = rows
@@ -182,11 +207,15 @@ class SharedMemory:
                 time = self.races.begin_transfer(by, lane, row[lanes == lane], size)
         self.state.reshape(-1, size)[row] = IN_FLIGHT
         self.copier.reshape(-1, size)[row] = BULK
+        if self.watch:
+            self.watch.begin_copy(row, size)
         return row, time
 
     def land_transfer(self, row: Array, rows: Array, barrier: MBarrier, time: int) -> None:
         """The copy is there: its mbarrier counts it."""
         size = rows.shape[1]
+        if self.watch:
+            self.watch.land_copy(row, size)
         self.data.reshape(-1, size)[row] = rows
         self._land(row, size, barrier)
         if self.races:
