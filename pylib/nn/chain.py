@@ -153,7 +153,7 @@ def _gated_class(cls: type[nn.Module]) -> type[nn.Module]:
             store_like(self.gate_up_proj, about, gate)
         cast(Any, cls)._load_from_state_dict(self, state_dict, prefix, *rest)
 
-    return _subclass(cls, GatedNetwork, {"forward": forward, "_load_from_state_dict": load}, _gated_class)
+    return subclass(cls, GatedNetwork, {"forward": forward, "_load_from_state_dict": load}, _gated_class)
 
 
 # -- decoder layers
@@ -168,11 +168,11 @@ def _chained_class(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.forward(self, hidden_states, attention_mask, *args, **kwargs)
         return _decode(self, hidden_states, at)
 
-    return _subclass(cls, ChainedLayer, {"forward": forward}, _chained_class)
+    return subclass(cls, ChainedLayer, {"forward": forward}, _chained_class)
 
 
-def _subclass(cls: type[nn.Module], mark: type, own: Mapping[str, Any], made_by: Any) -> type[nn.Module]:
-    """Returns a class of the same name.
+def subclass(cls: type[nn.Module], mark: type, own: Mapping[str, Any], made_by: Any) -> type[nn.Module]:
+    """Returns a class of the same name, whose modules can be copied and pickled.
 
     made_by   makes it of `cls`, which may itself be a class that no module has
     """

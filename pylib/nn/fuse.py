@@ -27,6 +27,7 @@ from lowbit.pylib.nn.chain import CHILDREN, ChainedLayer, chain_, gate_network, 
 from lowbit.pylib.nn.gated_linear import GatedLinear
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import check_model
+from lowbit.pylib.nn.router import FusedRouter, route_apart_, route_together_
 from lowbit.pylib.nn.siblings import Group, rewritten, siblings
 from lowbit.pylib.weights import outliers
 from lowbit.pylib.weights.saved import check_same, with_products_of
@@ -66,6 +67,9 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
     64 tokens in all, without gradients, with a `StaticCache` and sdpa attention. Prompts, other caches and layers with
     hooks or adapters run as before. The rows of `gate_up_proj` are stored so that its kernel applies the activation.
 
+    Routers of mixtures of experts compute up to 64 tokens in one launch, without gradients: those whose weights are a
+    softmax over experts, or sigmoids, whatever the name of their class.
+
     The forward of the module around the layers is read to see what shares an input, so it works for modules of any
     origin. Layers stay apart where this is not certain, and where their formats or types differ: the result says why.
 
@@ -74,7 +78,7 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
     check_model(model)
     places = Counter(child for module in model.modules() for child in module._modules.values() if child is not None)
     siblings = [row for name, parent in list(model.named_modules()) for row in _fuse_children(name, parent, places)]
-    return *siblings, *_chain(model)
+    return *siblings, *_chain(model), *_routers(model)
 
 
 def _chain(model: nn.Module, gate: bool = True) -> Iterator[FusedLayers]:
@@ -83,6 +87,14 @@ def _chain(model: nn.Module, gate: bool = True) -> Iterator[FusedLayers]:
         if may_chain(layer) and not isinstance(layer, ChainedLayer):
             reason = chain_(layer, gate)
             yield FusedLayers(name, CHILDREN, "" if reason else type(layer).__name__, reason)
+
+
+def _routers(model: nn.Module) -> Iterator[FusedLayers]:
+    """Makes routers compute few tokens in one launch."""
+    for name, module in list(model.named_modules()):
+        if route_together_(module):
+            parent, _, own = name.rpartition(".")
+            yield FusedLayers(parent, (own,), type(module).__name__)
 
 
 @torch.no_grad()
@@ -99,8 +111,11 @@ def unfuse_(model: nn.Module) -> tuple[str, ...]:
     chained = [name for name, module in modules if issubclass(type(module), ChainedLayer)]
     for name in chained:
         unchain_(model.get_submodule(name))
+    routers = [name for name, module in modules if issubclass(type(module), FusedRouter)]
+    for name in routers:
+        route_apart_(model.get_submodule(name))
     apart = [name for name, module in modules if issubclass(type(module), FusedModule) and _take_apart(module)]
-    return *chained, *apart
+    return *chained, *routers, *apart
 
 
 def _take_apart(parent: nn.Module) -> bool:

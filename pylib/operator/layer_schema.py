@@ -1,5 +1,6 @@
 """Declares what stands between the matmuls of a layer to torch, so that torch.compile can trace it:
-`torch.ops.lowbit.rms_norm`, `rope` and `decode_attention`. Each is one launch on a GPU (`pylib.layer.by_kernel`).
+`torch.ops.lowbit.rms_norm`, `rope`, `decode_attention` and `router`. Each is one launch on a GPU
+(`pylib.layer.by_kernel` and `router`).
 
 `target` says where they run: the target of a device, or "" for that of the tensors. There are no gradients.
 """
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit.pylib.layer import by_kernel
+from lowbit.pylib.layer.router import Rule
+from lowbit.pylib.layer.router import router as route_tokens
 from lowbit.pylib.runtime.devices import target_at
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
@@ -53,6 +56,25 @@ def decode_attention(
     return by_kernel.attention(q, keys, values, held, mask, scale, _target(target, q))
 
 
+def router(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    top_k: int,
+    softmax: bool,
+    renormalized: bool,
+    scale: float,
+    logits: torch.dtype,
+    scores: torch.dtype,
+    target: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logits [tokens, experts] of x [tokens, hidden], the weights of a token's experts [tokens, top_k], the
+    largest first, and which they are, int64 [tokens, top_k]; as `pylib.layer.router` has it."""
+    rule = Rule(softmax, renormalized, scale)
+    return route_tokens(x, weight, bias, correction, top_k, rule, logits, scores, _target(target, x))
+
+
 def _target(given: str, tensor: Tensor) -> str:
     return given or target_at(tensor.get_device())
 
@@ -66,10 +88,33 @@ def _fake_rope(x: Tensor, cos: Tensor, sin: Tensor, a: object, b: object, keys: 
     return x.new_empty((*x.shape[:-1], columns))
 
 
+def _fake_router(
+    x: Tensor,
+    weight: Tensor,
+    bias: object,
+    correction: object,
+    top_k: int,
+    softmax: bool,
+    renormalized: bool,
+    scale: float,
+    logits: torch.dtype,
+    scores: torch.dtype,
+    target: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, chosen = x.shape[0], (x.shape[0], top_k)
+    return (
+        x.new_empty((tokens, weight.shape[0]), dtype=logits),
+        x.new_empty(chosen, dtype=scores),
+        x.new_empty(chosen, dtype=torch.int64),
+    )
+
+
 _GAINS = "Tensor? query_gain, Tensor? key_gain"
 _READ = "Tensor keys, Tensor values, Tensor held"
 _CACHE = "Tensor(a!) keys, Tensor(b!) values, Tensor held"
 _NORM = "float eps, float shift, str target"
+_ROUTER = "Tensor x, Tensor weight, Tensor? bias, Tensor? correction, int top_k"
+_RULE = "bool softmax, bool renormalized, float scale, ScalarType logits, ScalarType scores, str target"
 for _schema, _function, _fake in (
     (f"rms_norm(Tensor x, Tensor gain, {_NORM}) -> Tensor", rms_norm, _fake_norm),
     (
@@ -87,6 +132,7 @@ for _schema, _function, _fake in (
         decode_attention,
         _fake_norm,
     ),
+    (f"router({_ROUTER}, {_RULE}) -> (Tensor, Tensor, Tensor)", router, _fake_router),
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"lowbit::{_function.__name__}", _fake, lib=_LIBRARY)

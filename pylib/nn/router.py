@@ -1,0 +1,202 @@
+"""Routers of mixtures of experts whose tokens find their experts in one launch: a part of `lowbit.fuse_`.
+
+A router of transformers is a module with a weight [experts, hidden] that returns logits, the weights of a token's
+experts, and which they are. There are some sixty classes of them, of a few kinds, so no list of names says which is
+which. What a router does is found by trying it: its class computes random tokens with random weights on a CPU, and a
+`Rule` that gives the same numbers is its rule. One that has none, such as one whose experts are in groups, stays as it
+is.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.passes.kernels.router import MOST_TOKENS
+from lowbit.pylib.layer.router import ELEMENTS, Rule, by_torch
+from lowbit.pylib.nn.chain import subclass
+from lowbit.pylib.operator import layer_schema as layer_schema  # which declares the operator
+
+CORRECTION = "e_score_correction_bias"
+_TENSORS = {"weight", "bias", CORRECTION}
+_TRIED = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a router computes.
+
+    types   those of logits and weights that it returns, for each type of x that it takes
+    """
+
+    rule: Rule
+    top_k: int
+    types: tuple[tuple[torch.dtype, tuple[torch.dtype, torch.dtype]], ...]
+
+
+class FusedRouter:
+    """Marks routers whose class `fuse_` has made; isinstance with the class of before stays true."""
+
+
+def route_together_(module: nn.Module) -> bool:
+    """Gives a router a class that computes few tokens in one launch; returns False for what is none, or of no known
+    rule."""
+    if not _may_be_router(module) or (routing := _routing_of(module)) is None:
+        return False
+    module.__class__ = _routing_class(type(module), routing)
+    return True
+
+
+def route_apart_(module: nn.Module) -> None:
+    """Gives a router the class that it had."""
+    module.__class__ = type(module).__mro__[1]
+
+
+def _may_be_router(module: nn.Module) -> bool:
+    """Tells whether a module has the tensors and the arguments of a router."""
+    weight, top_k = module._parameters.get("weight"), getattr(module, "top_k", None)
+    tensors = {*module._parameters, *module._buffers}
+    if weight is None or weight.ndim != 2 or type(top_k) is not int or isinstance(module, FusedRouter):
+        return False
+    if not tensors <= _TENSORS or module._modules or "forward" in vars(module) or weight.dtype not in ELEMENTS:
+        return False
+    given = list(inspect.signature(module.forward).parameters.values())
+    return len(given) == 1 and 0 < top_k <= weight.shape[0]
+
+
+# -- what a router computes
+
+
+def _routing_of(router: nn.Module) -> Routing | None:
+    """Returns what a router computes, if one launch can."""
+    settings = {name: value for name, value in vars(router).items() if isinstance(value, int | float | str)}
+    tensors = {**router._parameters, **router._buffers}
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items() if tensor is not None}
+    return _tried(_Like(type(router), tuple(sorted(settings.items())), tuple(sorted(shapes.items())), router))
+
+
+@dataclass(frozen=True, eq=False)
+class _Like:
+    """A router, equal to those that compute the same."""
+
+    kind: type
+    settings: tuple[tuple[str, Any], ...]
+    shapes: tuple[tuple[str, Any], ...]
+    router: nn.Module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Like) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.kind, self.settings, self.shapes
+
+
+@lru_cache(maxsize=16)
+def _tried(like: _Like) -> Routing | None:
+    """Tries a router."""
+    weight = cast(Tensor, like.router.weight)
+    top_k = cast(int, like.router.top_k)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((_TRIED, weight.shape[1]), generator=generator)
+    x[_TRIED // 2 :] *= 3  # so that limits of logits are seen
+    try:
+        with torch.inference_mode():
+            trial = _trial(like.router, generator)
+            rule = _rule_of(trial, x, top_k, trial(x))
+            types = [(dtype, _types(like.router, trial, x.to(dtype))) for dtype in ELEMENTS]
+    except Exception:  # of a module that is no router, it may be any
+        return None
+    taken = tuple((dtype, found) for dtype, found in types if found)
+    return Routing(rule, top_k, taken) if rule and taken else None
+
+
+def _trial(router: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Returns a router like this with random numbers in f32, on a CPU."""
+    trial = copy.copy(router)
+    for kind in ("_parameters", "_buffers"):
+        tensors = cast(Mapping[str, Tensor], getattr(router, kind))
+        made = {name: _random(tensor, generator) for name, tensor in tensors.items() if tensor is not None}
+        trial.__dict__[kind] = made
+    return trial.eval()
+
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(tuple(like.shape), generator=generator) * (like.shape[-1] ** -0.5 if like.ndim > 1 else 0.3)
+
+
+def _types(router: nn.Module, trial: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
+    """Returns the types of logits and scores for x, if a router takes it."""
+    typed = copy.copy(trial)
+    for kind in ("_parameters", "_buffers"):
+        tensors, own = getattr(router, kind), getattr(trial, kind)
+        typed.__dict__[kind] = {name: tensor.to(tensors[name].dtype) for name, tensor in own.items()}
+    try:
+        logits, scores, _ = typed(x)
+    except RuntimeError:  # other types than those of the weight
+        return None
+    return (logits.dtype, scores.dtype) if {logits.dtype, scores.dtype} <= ELEMENTS.keys() else None
+
+
+def _rule_of(trial: nn.Module, x: Tensor, top_k: int, outcome: Any) -> Rule | None:
+    """Returns the rule by which a router's outcome for x follows from its tensors."""
+    if not isinstance(outcome, tuple) or [getattr(each, "ndim", 0) for each in outcome] != [2, 2, 2]:
+        return None
+    logits, scores, ids = outcome
+    weight, bias, correction = (getattr(trial, name, None) for name in ("weight", "bias", CORRECTION))
+    wide = torch.float32
+    for softmax, renormalized in product((True, False), repeat=2):
+        if softmax and correction is not None:
+            continue
+        rule = Rule(softmax, renormalized)
+        products, unscaled, expected = by_torch(x, cast(Tensor, weight), bias, correction, top_k, rule, wide, wide)
+        if not (scores.shape == unscaled.shape and torch.equal(ids.sort(-1)[0], expected.sort(-1)[0])):
+            continue
+        found, unscaled = scores.gather(1, ids.argsort(-1)), unscaled.gather(1, expected.argsort(-1))
+        scale = round(float(found.sum() / unscaled.sum()), 6)
+        if _close(logits, products) and _close(found, unscaled * scale):
+            return Rule(softmax, renormalized, scale)
+    return None
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+# -- the class
+
+
+@lru_cache(maxsize=None)
+def _routing_class(cls: type[nn.Module], routing: Routing) -> type[nn.Module]:
+    """Returns a class whose forward is one launch for few tokens, without gradients."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        types = next((each for dtype, each in routing.types if dtype is hidden_states.dtype), None)
+        if types is None or not _is_for(self, hidden_states, routing):
+            return cls.forward(self, hidden_states)
+        weight, rule = self.weight, routing.rule
+        tensors = weight, getattr(self, "bias", None), getattr(self, CORRECTION, None)
+        how = rule.softmax, rule.renormalized, rule.scale, *types
+        return torch.ops.lowbit.router(hidden_states.reshape(-1, weight.shape[1]), *tensors, routing.top_k, *how, "")
+
+    return subclass(cls, FusedRouter, {"forward": forward}, partial(_routing_class, routing=routing))
+
+
+def _is_for(router: Any, x: Tensor, routing: Routing) -> bool:
+    """Tells whether tokens are few enough, without gradients, and the router as it was when it was tried."""
+    weight, correction = router.weight, getattr(router, CORRECTION, None)
+    tokens = x.numel() // weight.shape[1]
+    fits = 0 < tokens <= MOST_TOKENS and router.top_k == routing.top_k
+    alike = weight.device == x.device and (correction is None or correction.dtype is torch.float32)
+    return fits and alike and not router.training and not torch.is_grad_enabled()
