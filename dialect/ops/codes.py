@@ -14,7 +14,7 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K32_A
 from lowbit.dialect.layouts.layout import local
 from lowbit.dialect.ops.common import check_offset, check_rounding, check_shifted, check_table
 from lowbit.dialect.optional import Choice, Optional
-from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType
+from lowbit.dialect.types import CONDITION, UNIT, Lowbit, Reg, RegType, Shared, SharedType
 
 BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8", "i8": "i8"}
 """By the type of operand a in the IR, the type in which bytes are multiplied (`dialect.formats.byte_codes`)."""
@@ -126,9 +126,13 @@ class LookupBytesOp(Lowbit.Operation, name="lookup_bytes", traits=[ext.Pure]):
 
 
 class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
-    """Codes, given as i8 numbers, packed into the words of a lane: what `view` then shows as units."""
+    """Codes, given as i8 numbers, packed into the words of a lane: what `view` then shows as units.
+
+    there   none, or one tile of conditions: where it does not hold, all bits are 0
+    """
 
     source: ext.Operand[RegType]
+    there: Sequence[ext.Operand[RegType]]
     result: ext.Result[RegType]
 
     @verifier
@@ -138,6 +142,10 @@ class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
         expect(isinstance(b.element, DType), "result", "codes of a low-bit format", b.element)
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
         fragments(b.layout, MMA_M16N8K16_A, "result")
+        expect(len(op.there) <= 1, "number of tiles of conditions", "0 or 1", len(op.there))
+        for there in (Reg.of(tile.type) for tile in op.there):
+            same_element(CONDITION, there.element, "element of the conditions")
+            expect(there.layout == a.layout, "layout of the conditions", a.layout, there.layout)
 
 
 class DecodeBytesOp(Lowbit.Operation, name="decode_bytes", traits=[ext.Pure]):

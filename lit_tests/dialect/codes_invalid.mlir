@@ -135,3 +135,25 @@ func.func @lookup_numbers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %table:
   %0 = "lowbit.lookup"(%t, %table) : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !table) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
   return
 }
+
+// -----
+
+!codes = !lowbit.reg<[16, 16], #lowbit.format<"i4", []>, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!numbers = !lowbit.reg<[16, 16], i8, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!where = !lowbit.reg<[16, 16], i32, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @encode_conditions(%t: !numbers, %where: !where) {
+  // expected-error @below {{element of the conditions: expected i1, got i32}}
+  %0 = "lowbit.encode"(%t, %where) {operandSegmentSizes = array<i32: 1, 1>} : (!numbers, !where) -> !codes
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 16], #lowbit.format<"i4", []>, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!numbers = !lowbit.reg<[16, 16], i8, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!where = !lowbit.reg<[16, 1], i1, "local(2, 1).spatial(8, 1).replicated(4)">
+func.func @encode_conditions_of_rows(%t: !numbers, %where: !where) {
+  // expected-error @below {{layout of the conditions: expected}}
+  %0 = "lowbit.encode"(%t, %where) {operandSegmentSizes = array<i32: 1, 1>} : (!numbers, !where) -> !codes
+  return
+}

@@ -48,9 +48,13 @@ class Codes(Operations):
         not free the table before the numbers are used."""
         return Tile(ops.LookupOp(codes.value, table.value, Reg(element, codes.layout).type).result)
 
-    def encode(self, numbers: Tile, format: DType) -> Tile:
-        """Returns codes, given as numbers in i8, packed as they lie in memory: `view` shows them as units."""
-        return Tile(ops.EncodeOp(numbers.value, Reg(format, numbers.layout).type).result)
+    def encode(self, numbers: Tile, format: DType, there: Tile | None = None) -> Tile:
+        """Returns codes, given as numbers in i8, packed as they lie in memory: `view` shows them as units.
+
+        there: conditions; where they do not hold, all bits are 0.
+        """
+        conditions = [] if there is None else [there.value]
+        return Tile(ops.EncodeOp(numbers.value, conditions, Reg(format, numbers.layout).type).result)
 
     def cast(self, tile: Tile, element: str, kind: str = "float") -> Tile:
         """The elements as another type; kind: "float", from integers "signed" or "unsigned", from bytes "e4m3" or

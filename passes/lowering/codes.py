@@ -98,7 +98,7 @@ def places_of(format_: DType, layout: Layout) -> list[tuple[int, int]]:
 @lowers(ops.EncodeOp)
 def encode(op: Any, c: LoweringContext) -> None:
     """Words of a lane from its codes: the inverse of where `decode` looks for them."""
-    numbers = c.tiles[op.source]
+    numbers, there = c.tiles[op.source], [c.tiles[tile] for tile in op.there]
     reg = Reg.of(op.result.type)
     format_ = reg.element
     if not isinstance(format_, DType):
@@ -115,6 +115,8 @@ def encode(op: Any, c: LoweringContext) -> None:
             code = arith.extui(emit.integer(), numbers.scalar(2 * i + half))
             if sign:
                 code = arith.xori(code, emit.constant(sign))
+            for condition in there:
+                code = arith.select(condition.scalar(2 * i + half), code, emit.constant(0))
             bits = emit.mask(emit.shift_right(code, piece.low), (1 << piece.bits) - 1)
             total = arith.ori(total, emit.shift_right(bits, -(piece.shift + 16 * half)))
         return total

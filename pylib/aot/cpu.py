@@ -18,25 +18,27 @@ _PROGRAMS: tuple[Program, ...] = ("few", "many", "dequantize")
 
 
 def cpu_to_dicts(spec: MatmulSpec, name: str, files: Files) -> list[dict[str, Any]]:
-    """Returns the description of each level in terms of JSON, the least first, and adds its code to the files.
+    """Returns the description of each level in terms of JSON, the least first, and adds its code to the files. Experts
+    are multiplied one by one, by programs for the weight of one.
 
-    Raises SpecError for matmuls of several experts and of 8 bits, which have no program of their own.
+    Raises SpecError for experts by ids and experts with outliers, and for matmuls of 8 bits, which have no programs.
     """
-    if spec.experts > 1:
-        raise SpecError(f"({spec}) has experts, which a CPU multiplies one by one: export the matmul of one expert")
+    if spec.top_k:
+        raise SpecError(f"({spec}) has ids of experts, which a CPU does not read: export it without top_k=")
+    if spec.experts > 1 and spec.outliers:  # whose lines are those of all experts
+        raise SpecError(f"({spec}) has outliers, which are not cut by expert: export a matmul per expert for a CPU")
     if spec.compute:
         raise SpecError(f"({spec}) multiplies in {spec.compute}; for a CPU export it with compute=None")
     return [_level(spec, level, name, files) for level in LEVELS]
 
 
 def _level(spec: MatmulSpec, level: str, name: str, files: Files) -> dict[str, Any]:
-    in_order = replace(spec, permuted=False)
+    one = replace(spec, n=spec.n // spec.experts, experts=1, permuted=False)
     return {
         "target": level,
         "level": LEVELS[level],
-        "operands": list(in_order.call_operands),
-        "dequantizes": not (spec.permuted or spec.is_gated),
-        "programs": {each: _program(in_order, each, level, name, files) for each in _PROGRAMS},
+        "operands": list(one.call_operands),
+        "programs": {each: _program(one, each, level, name, files) for each in _PROGRAMS},
     }
 
 

@@ -1,16 +1,16 @@
 """What a manifest says of a GPU: which kernels are launched for how many rows, and how each is started.
 
 A kernel's arguments are *arrays*: x, y, what else a call has, the tensors of the weight, the workspace, and buffers in
-it that one kernel writes for the next (x in 8 bits; x in the order of permuted columns). An array has so many bytes for
-a row of x, by which a launch for some of the rows begins further on.
+it that one kernel writes for the next (x in 8 bits; x in the order of permuted columns; a weight in the order of
+memory). An array has so many bytes for a row of a call, by which a launch for some of the rows begins further on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.signature import WORKSPACE, Extent, Param
@@ -21,16 +21,23 @@ from lowbit.passes.kernels.permute.family import default_schedule as permute_sch
 from lowbit.passes.kernels.quantize.family import default_schedule as quantize_schedule
 from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_of, request
+from lowbit.passes.scheduling.choice import Chooser
 from lowbit.passes.target import Target
 from lowbit.pylib.aot.files import Files
 from lowbit.pylib.build.choices import KernelChoices, kernel_name
-from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.build.driver import Program, load
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.runtime.activation_maps import maps_of_x
 from lowbit.pylib.runtime.tensor_map import TensorMap
 
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
+    from lowbit.passes.builder import Program as TileProgram
+    from lowbit.passes.pipeline import Buildable
+
 _QUANTIZED = {"x": "x", "values": "x_values", "scales": "x_scales", "sums": "x_sums"}
-_PERMUTED = {"x": "x", "permutation": "permutation", "y": "x_in_order"}
+_PERMUTED = {"y": "x_in_order", "numbers": "slot_numbers"}
+_PACKED = {"codes": "x", "packed": "codes"}
 _NO_X = 1 << 10  # an address, so that a tensor map can be described without a tensor
 
 
@@ -51,7 +58,7 @@ class _Exporter:
     name: str
     files: Files
     wide_range: bool
-    kernels: dict[KernelRequest, dict[str, Any]] = field(default_factory=dict[KernelRequest, dict[str, Any]])
+    kernels: dict[Hashable, dict[str, Any]] = field(default_factory=dict[Hashable, dict[str, Any]])
 
     def to_dict(self) -> dict[str, Any]:
         ranges = [self._range(*each) for each in self._all_ranges()]
@@ -62,12 +69,17 @@ class _Exporter:
             "shared_per_block": self.target.max_shared_per_block,
             "ranges": ranges,
             "dequantize": self._dequantize(),
+            "prepack": self._prepack(),
             "kernels": list(self.kernels.values()),
         }
 
     def _all_ranges(self) -> Iterator[tuple[int, int | None, MatmulSpec, list[tuple[int, KernelRequest]], bool]]:
         """Yields first and last row of ranges (None: without end), the spec by which they are computed, the launches
         with their token tiles, and whether the last is repeated until all rows are multiplied."""
+        if self.spec.top_k:
+            made = request(self.spec, self.target, Chooser(self.spec, self.target).schedule(1))
+            yield 1, None, self.spec, [(1, made)], False
+            return
         for first, last, spec, launches, repeats in ranges_of(self._choices()):
             if self.spec.permuted and first <= FEW_ROWS and (last is None or last > FEW_ROWS):
                 yield first, FEW_ROWS, spec, launches, repeats
@@ -87,35 +99,66 @@ class _Exporter:
         self, first: int, last: int | None, spec: MatmulSpec, launches: list[tuple[int, KernelRequest]], repeats: bool
     ) -> dict[str, Any]:
         x = "x_values" if spec.compute else "x_in_order" if self.spec.permuted else "x"
+        renamed = {"x": x} | ({"rows": "slot_numbers"} if self.spec.permuted else {})
         listed = [
-            {"kernel": self._kernel(made, spec, {"x": x}, kernel_name(tile)), "rows": tile} for tile, made in launches
+            {"kernel": self._kernel(made, spec, renamed, kernel_name(tile)), "rows": tile} for tile, made in launches
         ]
         if not repeats:
             listed[-1]["rows"] = 0
-        tile = {"tile": launches[0][0]} if self.spec.experts > 1 else {}
+        tile = {"tile": launches[0][0]} if "tiles" in self.spec.call_inputs else {}
         return {"first": first, "last": last, **tile, "prepare": self._prepare(first, spec), "launches": listed}
 
-    def _prepare(self, first: int, spec: MatmulSpec) -> list[int]:
-        """Returns the kernels that are launched once in front of the others, for all rows of x."""
+    def _prepare(self, first: int, spec: MatmulSpec) -> list[dict[str, Any]]:
+        """Returns the kernels that are launched once in front of the others, for all rows of x or, of experts with
+        columns in orders of their own, for all slots, which are the rows of y."""
         act = cast(Act, self.spec.act)
         if spec.compute:
             of_x = quantize_spec(spec.k, act, spec.compute)
             made = request(of_x, self.target, quantize_schedule(of_x))
-            return [self._kernel(made, of_x, _QUANTIZED, "quantize")]
-        if self.spec.permuted:
-            of_x = permute_spec(spec.k, act)
-            made = request(of_x, self.target, permute_schedule(of_x, first, self.target))
-            return [self._kernel(made, of_x, _PERMUTED, "permute")]
-        return []
+            return [{"kernel": self._kernel(made, of_x, _QUANTIZED, "quantize"), "rows_of": "x"}]
+        if not self.spec.permuted:
+            return []
+        of_x = permute_spec(spec.k, act)
+        schedule = permute_schedule(of_x, first, self.target)
+        if spec.experts == 1:
+            made = request(of_x, self.target, schedule)
+            return [{"kernel": self._kernel(made, of_x, _PERMUTED, "permute"), "rows_of": "x"}]
 
-    def _dequantize(self) -> int | None:
-        """Returns the kernel that writes the weight as numbers; None where its rows or columns would be in the order
-        of memory."""
+        def program() -> TileProgram:
+            from lowbit.passes.kernels.permute_slots import permute_slots_program
+
+            return permute_slots_program(spec.k, act, spec.experts, schedule)
+
+        name = "permute" if first <= FEW_ROWS else "permute_many"
+        return [{"kernel": self._program(program, _PERMUTED, name), "rows_of": "y"}]
+
+    def _dequantize(self) -> list[int]:
+        """Returns the kernels that write the weight as numbers, the first of all experts as one: where rows or columns
+        are in an order of their own, the second brings them back."""
         spec = self.spec
-        if spec.permuted or spec.is_gated or spec.experts > 1:
-            return None
-        made = Artifacts(spec.in_act, self.target, None).request(None)
-        return self._kernel(made, spec.in_act, {}, kernel_name(None))
+        dense = replace(spec.in_act, experts=1, top_k=None, epilogue=None, permuted=False)
+        made = Artifacts(dense, self.target, None).request(None)
+        in_order = not (spec.is_gated or spec.permuted)
+        written = {} if in_order else {"y": "w_in_memory"}
+        first = self._kernel(made, dense, written, kernel_name(None))
+
+        def program() -> TileProgram:
+            from lowbit.passes.kernels.restore import restore_program
+
+            return restore_program(spec)
+
+        return [first] if in_order else [first, self._program(program, {"stored": "w_in_memory"}, "restore")]
+
+    def _prepack(self) -> int | None:
+        """Returns the kernel that packs codes, which it takes as x. None: weights with folded scales are packed in
+        Python."""
+
+        def program() -> ir.Module:
+            from lowbit.passes.kernels.prepack.kernel import prepack
+
+            return prepack(self.spec)
+
+        return None if self.spec.folds else self._program(program, _PACKED, "prepack")
 
     def _kernel(self, made: KernelRequest, spec: MatmulSpec, renamed: Mapping[str, str], name: str) -> int:
         """Returns the number of a kernel, which is compiled and described when it is first asked for."""
@@ -124,7 +167,17 @@ class _Exporter:
             self.kernels[made] = self._described(artifact, spec, renamed, f"{len(self.kernels):02}_{name}")
         return list(self.kernels).index(made)
 
-    def _described(self, artifact: Artifact, spec: MatmulSpec, renamed: Mapping[str, str], name: str) -> dict[str, Any]:
+    def _program(self, build: Buildable, renamed: Mapping[str, str], name: str) -> int:
+        """Returns the number of a kernel that is a tile program, of which there is one of this name."""
+        if name not in self.kernels:
+            from lowbit.passes.pipeline import lower_program  # which loads MLIR and LLVM
+
+            compiled = lower_program(build, self.target)
+            program = Program(compiled.launch, compiled.ptx, compiled.cubin())
+            self.kernels[name] = self._described(program, self.spec, renamed, f"{len(self.kernels):02}_{name}")
+        return list(self.kernels).index(name)
+
+    def _described(self, artifact: Program, spec: MatmulSpec, renamed: Mapping[str, str], name: str) -> dict[str, Any]:
         launch, stem = artifact.launch, f"kernels/{self.name}/{self.target.arch}/{name}"
         maps = maps_of_x(_NO_X, spec, 1, launch.boxes)
         params = [_param(param, maps.get(param.name), renamed, spec) for param in launch.params]
@@ -157,18 +210,24 @@ def ranges_of(
 
 
 def arrays_of(spec: MatmulSpec) -> list[dict[str, Any]]:
-    """Returns the arrays that kernels take, each with where it comes from and its bytes for a row of x."""
+    """Returns the arrays that kernels take, each with where it comes from, its bytes for a row of a call, and for the
+    weight in the order of memory the bytes of all of it."""
     x, y = spec.k * 2, spec.outputs * spec.y.bytes
     found = [("x", "x", x), ("y", "y", y), (WORKSPACE, WORKSPACE, 0)]
     found += [(slot.name, "weight", 0) for slot in spec.tensors]
     found += [(name, "input", y if name == "residual" else 0) for name in spec.call_inputs]
     if spec.permuted:
         found.append(("x_in_order", "buffer", x))
+    if spec.permuted and spec.experts > 1:
+        found.append(("slot_numbers", "buffer", 4))
     if spec.compute:
         sums = spec.k // SUM_COLUMNS * 4
         found += [("x_values", "buffer", spec.k), ("x_scales", "buffer", 4), ("x_sums", "buffer", sums)]
-    types = {"x": {"type": spec.act}, "y": {"type": spec.out_dtype}}
-    return [{"name": name, "from": origin, "row_bytes": size, **types.get(name, {})} for name, origin, size in found]
+    types: dict[str, dict[str, Any]] = {"x": {"type": spec.act}, "y": {"type": spec.out_dtype}}
+    arrays = [{"name": name, "from": origin, "row_bytes": size, **types.get(name, {})} for name, origin, size in found]
+    if spec.is_gated or spec.permuted:
+        arrays.append({"name": "w_in_memory", "from": "dequantized", "row_bytes": 0, "bytes": spec.n * spec.k * 2})
+    return arrays
 
 
 def _param(param: Param, map_: TensorMap | None, renamed: Mapping[str, str], spec: MatmulSpec) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class _Launches:
             return self._artifact
 
 
-class _CudaLaunches(_Launches):
+class CudaLaunches(_Launches):
     """On NVIDIA GPUs, on the current stream."""
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
@@ -157,7 +157,7 @@ class _CudaLaunches(_Launches):
         return found
 
 
-class _EmulatorLaunches(_Launches):
+class EmulatorLaunches(_Launches):
     """In the emulator, on CPU tensors."""
 
     _emulator: Emulator | None = None
@@ -177,8 +177,8 @@ class _EmulatorLaunches(_Launches):
 
 
 _LAUNCHES: dict[str, Callable[[MatmulSpec, Target], _Launches]] = {
-    "cuda": _CudaLaunches,
-    "emulator": _EmulatorLaunches,
+    "cuda": CudaLaunches,
+    "emulator": EmulatorLaunches,
 }
 
 

@@ -56,7 +56,8 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_path()))
     for name in ("error_text", "target", "tensor_name"):
         getattr(loaded, f"lowbit_{name}").restype = ctypes.c_char_p
-    for name in ("n", "k", "outputs", "workspace_bytes", "tensor_bytes", "outlier_bytes", "expert_tile"):
+    sizes = ("workspace_bytes", "dequantize_bytes", "tensor_bytes", "outlier_bytes", "expert_tile")
+    for name in ("n", "k", "outputs", *sizes):
         getattr(loaded, f"lowbit_{name}").restype = ctypes.c_int64
     return loaded
 
@@ -97,6 +98,9 @@ class CMatmul:
     def target(self) -> str:
         return library().lowbit_target(self.handle).decode()
 
+    def expert_tile(self, m: int) -> int:
+        return library().lowbit_expert_tile(self.handle, ctypes.c_int64(m))
+
     def sizes(self) -> dict[str, int]:
         """Returns the bytes of each tensor, by name."""
         c, h = library(), self.handle
@@ -107,8 +111,8 @@ class CMatmul:
         sizes = self.sizes() | ({"outliers": outliers} if outliers else {})
         return {name: torch.full((size,), 0xA5, dtype=torch.uint8) for name, size in sizes.items()}
 
-    def pack(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the packed tensors as bytes, by name."""
+    def pack(self, given: Mapping[str, Tensor], without: str = "") -> dict[str, Tensor]:
+        """Returns the packed tensors as bytes, by name; for that of one name there is no memory."""
         kept = {name: t.contiguous() for name, t in given.items()}
         listed = (Given * len(kept))(
             *(Given(name.encode(), TYPES[t.dtype], t.data_ptr(), t.numel()) for name, t in kept.items())
@@ -118,16 +122,19 @@ class CMatmul:
             lines = library().lowbit_outlier_bytes(self.handle, listed, len(kept))
             check(BAD_WEIGHT if lines < 0 else OK)
         packed = self.memory(lines)
-        check(library().lowbit_pack(self.handle, listed, len(kept), pointers(list(packed.values()))))
+        addresses = pointers(list(packed.values()))
+        if without:
+            addresses[list(packed).index(without)] = None
+        check(library().lowbit_pack(self.handle, listed, len(kept), addresses))
         return packed
 
     def multiply(self, x: Tensor, weight: Sequence[Tensor], y: Tensor, inputs: Sequence[Tensor] = ()) -> Tensor:
         """Returns y, which is written."""
         m = len(y)
-        size = library().lowbit_workspace_bytes(self.handle, ctypes.c_int64(m))
+        size = library().lowbit_workspace_bytes(self.handle, ctypes.c_int64(max(m, len(x))))
         workspace = torch.zeros(max(size, 1), dtype=torch.uint8)
         of_weight, of_inputs = pointers(weight), pointers(inputs)
-        call = Call(ctypes.sizeof(Call), x.data_ptr(), ctypes.addressof(of_weight), y.data_ptr(), m)
+        call = Call(ctypes.sizeof(Call), x.data_ptr(), ctypes.addressof(of_weight), y.data_ptr(), m, len(x))
         call.inputs = ctypes.addressof(of_inputs) if inputs else None
         call.workspace, call.workspace_bytes = workspace.data_ptr(), size
         check(library().lowbit_run(self.handle, ctypes.byref(call)))
@@ -135,7 +142,7 @@ class CMatmul:
 
     def dequantize(self, weight: Sequence[Tensor], w: Tensor) -> Tensor:
         """Returns w, which is written."""
-        size = library().lowbit_workspace_bytes(self.handle, ctypes.c_int64(0))
+        size = library().lowbit_dequantize_bytes(self.handle)
         workspace = torch.zeros(max(size, 1), dtype=torch.uint8)
         to, scratch = ctypes.c_void_p(w.data_ptr()), ctypes.c_void_p(workspace.data_ptr())
         check(library().lowbit_dequantize(self.handle, pointers(weight), to, scratch, None))

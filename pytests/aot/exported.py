@@ -57,15 +57,15 @@ class Exported:
 
     def run(self, arrays: Arrays, m: int, x_rows: int | None = None) -> None:
         """Writes y of arrays by name, as bytes."""
-        arrays = self._with_buffers(arrays, x_rows or m)
+        arrays, tile = self._with_buffers(arrays, max(m, x_rows or m)), self.range_of(m).get("tile", 0)
         for number, first, rows in self.launches(m, x_rows or m):
-            self._start(number, arrays, first, rows)
+            self._start(number, arrays, first, rows, tile)
 
     def launches(self, m: int, x_rows: int) -> Iterator[tuple[int, int, int]]:
         """Yields the number of each kernel, its first row, and how many it has."""
         found, launched, first = self.range_of(m), 0, 0
-        for number in found["prepare"]:
-            yield number, 0, x_rows
+        for each in found["prepare"]:
+            yield each["kernel"], 0, {"x": x_rows, "y": m}[each["rows_of"]]
         while first < m:
             launch = found["launches"][min(launched, len(found["launches"]) - 1)]
             rows = min(launch["rows"] or m, m - first)
@@ -74,29 +74,36 @@ class Exported:
 
     def dequantize(self, arrays: Arrays) -> None:
         """Writes the weight to y."""
-        self._start(self.target["dequantize"], self._with_buffers(arrays, 0), 0, 0)
+        arrays = self._with_buffers(arrays, 0)
+        for number in self.target["dequantize"]:
+            self._start(number, arrays, 0, 0)
+
+    def pack_codes(self, codes: np.ndarray, packed: np.ndarray) -> None:
+        """Writes packed codes; both are bytes."""
+        self._start(self.target["prepack"], {"x": codes, self.about["weight"]["tensors"][0]["name"]: packed}, 0, 0)
 
     def _with_buffers(self, arrays: Arrays, rows: int) -> Arrays:
-        buffers = [each for each in self.about["arrays"] if each["from"] == "buffer"]
-        size = max(kernel["workspace_bytes"] for kernel in self.target["kernels"])
-        made = {each["name"]: np.full(rows * each["row_bytes"], 0xA5, np.uint8) for each in buffers}
-        return {**arrays, **made, "workspace": np.zeros(size, np.uint8)}
+        sizes = {a["name"]: rows * a["row_bytes"] for a in self.about["arrays"] if a["from"] == "buffer"}
+        sizes |= {a["name"]: a["bytes"] for a in self.about["arrays"] if a["from"] == "dequantized"}
+        made = {name: np.full(size, 0xA5, np.uint8) for name, size in sizes.items()}
+        workspace = max(kernel["workspace_bytes"] for kernel in self.target["kernels"])
+        return {**arrays, **made, "workspace": np.zeros(workspace, np.uint8)}
 
-    def _start(self, number: int, arrays: Arrays, first: int, rows: int) -> None:
+    def _start(self, number: int, arrays: Arrays, first: int, rows: int, tile: int = 0) -> None:
         kernel = self.target["kernels"][number]
         self.started.append(kernel["name"])
         Emulator((self._folder / kernel["ptx"]).read_text()).launch(
             kernel["function"],
             grid=[blocks(extent, rows) for extent in kernel["grid"]],
             block=kernel["threads"],
-            args=[self._argument(param, arrays, first, rows) for param in kernel["params"]],
+            args=[self._argument(param, arrays, first, rows, tile) for param in kernel["params"]],
             shared_bytes=kernel["shared_bytes"],
             names=[param["name"] for param in kernel["params"]],
         )
 
-    def _argument(self, param: Mapping[str, Any], arrays: Arrays, first: int, rows: int) -> Any:
+    def _argument(self, param: Mapping[str, Any], arrays: Arrays, first: int, rows: int, tile: int) -> Any:
         if param["kind"] == "i32":
-            return rows
+            return tile if param["from"] == "tile" else rows
         memory = arrays.get(param["from"])
         if memory is None:
             return None

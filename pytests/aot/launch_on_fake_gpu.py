@@ -15,7 +15,7 @@ runtime, folder, device, rows, x_rows, flags = json.loads(sys.argv[1])
 arrays = json.loads((Path(folder) / "manifest.json").read_text())["matmuls"][0]["arrays"]
 c = ctypes.CDLL(runtime)
 c.lowbit_error_text.restype = c.lowbit_target.restype = ctypes.c_char_p
-c.lowbit_workspace_bytes.restype = c.lowbit_expert_tile.restype = ctypes.c_int64
+c.lowbit_workspace_bytes.restype = c.lowbit_expert_tile.restype = c.lowbit_dequantize_bytes.restype = ctypes.c_int64
 
 
 def check(code: int) -> None:
@@ -38,10 +38,21 @@ def run(handle: ctypes.c_void_p, m: int, of_x: int) -> dict[str, Any]:
     return {"bytes": size, "arrays": {**at, "workspace": at["workspace"] + 16}}
 
 
+def of_the_weight(handle: ctypes.c_void_p) -> dict[str, Any]:
+    """Dequantizes a weight and packs codes; returns the same as `run`."""
+    at = {each["name"]: (i + 1) << 32 for i, each in enumerate(arrays) if each["from"] != "buffer"}
+    weight = pointers([at[a["name"]] for a in arrays if a["from"] == "weight"])
+    y, workspace, stream = (ctypes.c_void_p(address) for address in (at["y"], at["workspace"] + 16, 7))
+    check(c.lowbit_dequantize(handle, weight, y, workspace, stream))
+    check(c.lowbit_pack_codes(handle, ctypes.c_void_p(at["x"]), ctypes.c_void_p(at["codes"]), stream))
+    return {"bytes": c.lowbit_dequantize_bytes(handle), "arrays": {**at, "workspace": at["workspace"] + 16}}
+
+
 handle = ctypes.c_void_p()
 check(c.lowbit_open(folder.encode(), None, device, ctypes.byref(handle)))
 found = {"target": c.lowbit_target(handle).decode(), "tile": c.lowbit_expert_tile(handle, ctypes.c_int64(rows[0]))}
 found["calls"] = [run(handle, m, of_x) for m, of_x in zip(rows, x_rows)]
+found["of_the_weight"] = of_the_weight(handle)
 current = ctypes.c_void_p()
 assert not ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(current)) and not current.value
 c.lowbit_close(handle)

@@ -221,16 +221,20 @@ def test_null_handles(exported: Path) -> None:
     c, call = library(), Call(ctypes.sizeof(Call))
     assert c.lowbit_run(None, ctypes.byref(call)) == c.lowbit_run(None, None) == BAD_ARGUMENT
     assert c.lowbit_supports(None, ctypes.c_int64(1)) == c.lowbit_use_threads(None, 1, None, None) == BAD_ARGUMENT
-    assert c.lowbit_workspace_bytes(None, ctypes.c_int64(1)) == -1
+    assert c.lowbit_workspace_bytes(None, ctypes.c_int64(1)) == c.lowbit_dequantize_bytes(None) == -1
+    assert c.lowbit_pack_codes(None, None, None, None) == BAD_ARGUMENT
+    assert c.lowbit_dequantize(None, None, None, None, None) == BAD_ARGUMENT
     assert c.lowbit_pack(None, None, 0, None) == c.lowbit_save(None, None, None) == c.lowbit_load(None, None, None)
     assert c.lowbit_tensors(None) == c.lowbit_n(None) == 0 and c.lowbit_target(None) == b""
     c.lowbit_close(None)
 
 
-def test_a_weight_that_is_not_dequantized_in_c(exported: Path) -> None:
-    with CMatmul(exported, "two") as mm:
-        weight = list(pack(SPECS["two"], **random_inputs(SPECS["two"], 1)[1]).tensors)
-        fails(NOT_THERE, "not dequantized in C", lambda: mm.dequantize(weight, torch.zeros(N, K)))
+def test_packing_codes_is_for_gpus(exported: Path) -> None:
+    with CMatmul(exported, "one") as mm:
+        codes, pack_codes = torch.zeros(N, K, dtype=torch.uint8), library().lowbit_pack_codes
+        address = ctypes.c_void_p(codes.data_ptr())
+        fails(BAD_ARGUMENT, "opened for the CPU", lambda: check(pack_codes(mm.handle, address, address, None)))
+        fails(BAD_ARGUMENT, "codes is NULL", lambda: check(pack_codes(mm.handle, None, address, None)))
 
 
 # -- packing

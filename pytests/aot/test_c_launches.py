@@ -28,6 +28,7 @@ SPECS = {
     "permuted": S(32, 128, "u4", group_size=32, permuted=True),
     "eight_bits": S(32, 128, "u4", group_size=32, compute="i8", compute_from=17),
     "experts": S(64, 128, "u4", group_size=32, experts=2, epilogue="silu_mul"),
+    "permuted_experts": S(64, 128, "u4", group_size=32, experts=2, permuted=True, epilogue="silu_mul"),
     "experts_in_8_bits": S(64, 128, "u4", group_size=32, experts=2, compute="i8"),
 }
 KINDS = {"pointer": "p", "i32": "i", "tensor_map": "t"}
@@ -96,41 +97,58 @@ def exported(tmp_path: Path, request: pytest.FixtureRequest, whole: dict[tuple[s
     return with_texts(whole[request.param], tmp_path / "texts")
 
 
-def expected(
-    folder: Path, target: str, rows: Sequence[int], x: int, calls: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Yields the launches of a manifest for each number of rows, with the addresses that the arrays have."""
-    exported = Exported(folder, "it", target)
-    for m, call in zip(rows, calls):
-        arrays, x_rows = dict(call["arrays"]), x or m
-        arrays["workspace"] = -(-arrays["workspace"] // PAGE) * PAGE
-        at = arrays["workspace"] + _up(max(kernel["workspace_bytes"] for kernel in exported.target["kernels"]))
-        for each in exported.about["arrays"]:
-            if each["from"] == "buffer":
-                arrays[each["name"]], at = at, at + _up(x_rows * each["row_bytes"])
-        used = at > arrays["workspace"]
-        assert call["bytes"] >= (at - call["arrays"]["workspace"] if used else 0)
-        for number, first, count in exported.launches(m, x_rows):
-            kernel = exported.target["kernels"][number]
-            yield {
-                "kernel": f"cubin:{kernel['name']}",
-                "grid": [blocks(extent, count) for extent in kernel["grid"]],
-                "block": [kernel["threads"], 1, 1],
-                "shared": kernel["shared_bytes"],
-                "allowed": kernel["shared_bytes"],
-                "stream": 7,
-                "overlap": False,
-                "arguments": [_argument(param, arrays, exported.row_bytes, first, count) for param in kernel["params"]],
-            }
+def expected(exported: Exported, rows: Sequence[int], x: int, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the launches of a manifest for each number of rows, and those that dequantize and pack, with the addresses
+    that the arrays have."""
+    target = exported.target
+    for m, call in zip(rows, found["calls"]):
+        arrays, tile = _placed(exported, call, "buffer", max(m, x)), exported.range_of(m).get("tile", 0)
+        for number, first, count in exported.launches(m, x or m):
+            yield _launched(exported, number, arrays, first, count, tile)
+    arrays = _placed(exported, found["of_the_weight"], "dequantized", 0)
+    for number in (*target["dequantize"], target["prepack"]):
+        yield _launched(exported, number, arrays | {"packed": arrays["codes"]}, 0, 0, 0)
+
+
+def _placed(exported: Exported, call: dict[str, Any], kind: str, rows: int) -> dict[str, int]:
+    """Returns the addresses of a call's arrays, with those of a kind behind each other in the workspace."""
+    arrays = dict(call["arrays"])
+    arrays["workspace"] = -(-arrays["workspace"] // PAGE) * PAGE
+    at = arrays["workspace"] + _up(max(kernel["workspace_bytes"] for kernel in exported.target["kernels"]))
+    for each in exported.about["arrays"]:
+        if each["from"] == kind:
+            arrays[each["name"]], at = at, at + _up(rows * each["row_bytes"] + each.get("bytes", 0))
+    used = at > arrays["workspace"]
+    assert call["bytes"] >= (at - call["arrays"]["workspace"] if used else 0)
+    return arrays
+
+
+def _launched(
+    exported: Exported, number: int, arrays: dict[str, int], first: int, count: int, tile: int
+) -> dict[str, Any]:
+    kernel = exported.target["kernels"][number]
+    arguments = [_argument(param, arrays, exported.row_bytes, first, count, tile) for param in kernel["params"]]
+    return {
+        "kernel": f"cubin:{kernel['name']}",
+        "grid": [blocks(extent, count) for extent in kernel["grid"]],
+        "block": [kernel["threads"], 1, 1],
+        "shared": kernel["shared_bytes"],
+        "allowed": kernel["shared_bytes"],
+        "stream": 7,
+        "overlap": False,
+        "arguments": arguments,
+    }
 
 
 def _up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _argument(param: dict[str, Any], arrays: dict[str, int], row_bytes: dict[str, int], first: int, count: int) -> Any:
+def _argument(
+    param: dict[str, Any], arrays: dict[str, int], row_bytes: dict[str, int], first: int, count: int, tile: int
+) -> Any:
     if param["kind"] == "i32":
-        return count
+        return tile if param["from"] == "tile" else count
     address = arrays[param["from"]] + first * row_bytes[param["from"]]
     if param["kind"] == "pointer":
         return address
@@ -156,6 +174,7 @@ def _argument(param: dict[str, Any], arrays: dict[str, int], row_bytes: dict[str
         (("permuted", "sm_80"), 80, [1, 300], 0),
         (("eight_bits", "sm_80"), 80, [16, 17], 0),
         (("experts", "sm_80"), 80, [10, 300], 5),
+        (("permuted_experts", "sm_80"), 80, [10, 300], 5),
         (("experts_in_8_bits", "sm_80"), 80, [10], 5),
     ],
     indirect=["exported"],
@@ -165,7 +184,7 @@ def test_launches(exported: Path, capability: int, rows: list[int], x: int, driv
     assert run.found, run.error
     target = run.found["target"]
     assert target == f"sm_{capability}" + "a" * (capability == 90)
-    assert run.launches == list(expected(exported, target, rows, x, run.found["calls"]))
+    assert run.launches == list(expected(Exported(exported, "it", target), rows, x, run.found))
     assert run.closed == {"closed": True, "contexts": 0, "modules": 0}
     assert run.found["tile"] == Exported(exported, "it", target).range_of(rows[0]).get("tile", 0)
 
@@ -173,9 +192,9 @@ def test_launches(exported: Path, capability: int, rows: list[int], x: int, driv
 @pytest.mark.parametrize("exported", [("usual", "sm_80", "sm_90a")], indirect=True)
 def test_settled_weights_overlap_where_kernels_can(exported: Path, driver: Path) -> None:
     run = Launched(driver, exported, [1, 130], 90, flags=1)
-    assert [each["overlap"] for each in run.launches] == [True, True]
+    assert [each["overlap"] for each in run.launches] == [True, True, False, False]  # the last are of the weight
     older = Launched(driver, exported, [1], 80, flags=1)
-    assert [each["overlap"] for each in older.launches] == [False]
+    assert not any(each["overlap"] for each in older.launches)
 
 
 @pytest.mark.parametrize("exported", [("usual", "sm_80", "sm_90a")], indirect=True)
@@ -187,7 +206,7 @@ def test_which_target_a_gpu_takes(exported: Path, capability: int, target: str, 
     """Machine code of its generation, or PTX that runs later: never that of sm_90a elsewhere."""
     run = Launched(driver, exported, [1], capability)
     assert run.found and run.found["target"] == target
-    assert [each["kernel"].partition(":")[0] for each in run.launches] == [code]
+    assert {each["kernel"].partition(":")[0] for each in run.launches} == {code}
 
 
 @pytest.mark.parametrize("exported", [("usual", "sm_90a")], indirect=True)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 import torch
-from c_runtime import CMatmul
+from c_runtime import CMatmul, Failed
 from exported import read_manifest, seal
+from torch import Tensor
 
 import lowbit
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.aot.cpu import LEVELS
+from lowbit.pylib.experts.routing import route
 from lowbit.pylib.reference.inputs import random_inputs, random_residual
 from lowbit.pylib.runtime.cpu import CpuMatmul
+from lowbit.pylib.runtime.cpu_experts import ALL_SLOTS
+from lowbit.pylib.runtime.expert_matmul import expert_matmul
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import pack
 
@@ -49,8 +55,57 @@ def test_results_are_those_of_python(folder: Path, name: str) -> None:
             y = torch.full((m, spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
             c.multiply(x[:m], w.tensors, y, list(others.values()))
             assert torch.equal(y, mm(x[:m], w, **others))
-        if not (spec.permuted or spec.is_gated):
-            assert torch.equal(c.dequantize(w.tensors, torch.zeros(spec.n, spec.k, dtype=x.dtype)), mm.dequantize(w))
+        assert torch.equal(c.dequantize(w.tensors, torch.zeros(spec.n, spec.k, dtype=x.dtype)), mm.dequantize(w))
+
+
+EXPERTS = {
+    "experts": S(4 * 48, 96, "u4", group_size=32, zeros="int", bias=True, experts=4),
+    "gated_experts": S(2 * 64, 96, "nf4", group_size=32, experts=2, epilogue="silu_mul", act="bf16"),
+    "permuted_experts": S(3 * 32, 160, "i3", group_size=32, experts=3, epilogue="gelu_mul", permuted=True),
+}
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts")
+    lowbit.export(EXPERTS, "cpu", path)
+    return path
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(of_experts: Path, name: str) -> None:
+    """40 tokens with two experts each, of which one has none: few slots of some experts, many of others."""
+    spec = EXPERTS[name]
+    x, tensors = random_inputs(spec, 40)
+    w, ids = pack(spec, **tensors), torch.randint(0, spec.experts, (40, 2)) * (torch.arange(80).view(40, 2) > 70)
+    ids[3, 1] = -1
+    with CMatmul(of_experts, name) as c:
+        routing = route(ids, spec.experts, c.expert_tile(80))
+        y = torch.full((80, spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
+        c.multiply(x, w.tensors, y, [routing.rows, routing.tiles])
+        expected = expert_matmul(w.spec, parse_target("cpu"))(x, routing.rows, routing.tiles, w.tensors, ALL_SLOTS)
+        assert torch.equal(y[:79], expected[:79]) and y[79].isnan().all()
+        assert torch.equal(c.dequantize(w.tensors, torch.zeros(spec.n, spec.k, dtype=x.dtype)), w.dequantize(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows, tiles: rows.__setitem__(0, 5), "rows.0. = 5 is no row of x, which has 5"),
+        (lambda rows, tiles: tiles.__setitem__((1, 0), 4), "tiles.1. has slots 0 to . of 5, of expert 4 of 4"),
+        (lambda rows, tiles: tiles.__setitem__((1, 2), 6), "tiles.1. has slots 0 to 6 of 5"),
+        (lambda rows, tiles: tiles.__setitem__((0, 0), 6), "tiles.0. says 6 token tiles, of 5 slots"),
+    ],
+)
+def test_tables_of_experts_that_point_elsewhere(
+    of_experts: Path, change: Callable[[Tensor, Tensor], None], message: str
+) -> None:
+    spec = EXPERTS["experts"]
+    x, tensors = random_inputs(spec, 5)
+    routing = route(torch.tensor([[0], [1], [0], [2], [3]]), spec.experts, ALL_SLOTS)
+    change(routing.rows, routing.tiles)
+    with CMatmul(of_experts, "experts") as c, pytest.raises(Failed, match=message):
+        c.multiply(x, pack(spec, **tensors).tensors, torch.zeros(5, 48).half(), [routing.rows, routing.tiles])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from c_runtime import CMatmul, as_bytes
+from c_runtime import CMatmul, Failed, as_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,6 +36,7 @@ SPECS: dict[str, MatmulSpec] = {
     "nv": S(31, 128, "f4e2m1", group_size=16, scale="e4m3", row_scales=True),
     "outliers": S(53, 9000, "i3", outliers=True),
     "permuted": S(24, 160, "u4", group_size=32, permuted=True, zeros="int"),
+    "permuted_experts": S(96, 64, "u4", group_size=32, permuted=True, experts=3),
     "gated": S(64, 96, "u4", group_size=32, epilogue="silu_mul", bias=True, outliers=True, row_scales=True),
     "gated_zeros": S(64, 96, "i6", group_size=32, epilogue="silu_mul", zeros="int"),
     "gated_experts": S(128, 64, "u3", group_size=16, epilogue="gelu_mul", experts=4),
@@ -92,3 +93,16 @@ def test_packing(folder: Path, name: str, tmp_path: Path) -> None:
         save_file(w.state_dict(), tmp_path / "python.safetensors")
         loaded = mm.load(tmp_path / "python.safetensors")
         assert all(np.array_equal(loaded[each].numpy(), as_bytes(w[each])) for each in w)
+
+
+def test_packing_without_codes(folder: Path) -> None:
+    """A GPU packs them."""
+    spec = SPECS["offsets"]
+    tensors = random_inputs(spec, 1)[1]
+    w, given = pack(spec, **tensors), given_in_c(tensors)
+    del given["codes"]
+    with CMatmul(folder, "offsets") as mm:
+        packed = mm.pack(given, without="codes")
+        assert all(np.array_equal(packed[each].numpy(), as_bytes(w[each])) for each in w if each != "codes")
+        with pytest.raises(Failed, match="codes are missing"):
+            mm.pack(given)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import lowbit
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.top_k import TopK
 from lowbit.passes.cpu.compile import compile_program
 from lowbit.pylib.aot import image
 from lowbit.pylib.aot.export import default_name
@@ -34,7 +35,8 @@ SPEC = MatmulSpec(16, 32, "u4", group_size=16)
         (SPEC, [], TargetError, "targets are empty"),
         (SPEC, "sm_1", TargetError, "unknown target 'sm_1'"),
         (SPEC, "emulator:sm_80", TargetError, "target emulator:sm_80 is not exported; name the GPU: 'sm_80'"),
-        (MatmulSpec(32, 32, "u4", experts=2), "cpu", SpecError, "has experts, which a CPU multiplies one by one"),
+        (MatmulSpec(32, 32, "u4", experts=2, outliers=True), "cpu", SpecError, "outliers, which are not cut by expert"),
+        (MatmulSpec(32, 32, "u4", experts=2, top_k=TopK(1)), "cpu", SpecError, "export it without top_k="),
         (MatmulSpec(32, 32, "u4", compute="i8"), "cpu", SpecError, "for a CPU export it with compute=None"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from torch import Tensor
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.top_k import RouterWeights, TopK
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.routing import route
 from lowbit.pylib.reference.inputs import random_inputs, random_residual
 from lowbit.pylib.runtime.expert_matmul import expert_matmul
+from lowbit.pylib.runtime.top_k_experts import EmulatorLaunches
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight, pack
 
@@ -27,6 +30,7 @@ SPECS = {
     "permuted": S(32, 128, "u4", group_size=32, permuted=True),
     "eight_bits": S(32, 128, "u4", group_size=32, compute="i8", compute_from=17),
     "experts": S(64, 128, "u4", group_size=32, experts=2, epilogue="silu_mul"),
+    "permuted_experts": S(64, 128, "u4", group_size=32, experts=2, permuted=True, epilogue="silu_mul"),
     "experts_in_8_bits": S(64, 128, "u4", group_size=32, experts=2, compute="i8"),
 }
 
@@ -79,7 +83,7 @@ def test_rows(
     assert torch.equal(y, lowbit.compile(spec, f"emulator:{target}")(x, w, **others))
 
 
-@pytest.mark.parametrize("name", ["experts", "experts_in_8_bits"])
+@pytest.mark.parametrize("name", ["experts", "permuted_experts", "experts_in_8_bits"])
 def test_experts(name: str, folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:
     """5 tokens of 2 experts each: 10 slots."""
     spec, target = SPECS[name], parse_target("emulator:sm_80")
@@ -89,17 +93,50 @@ def test_experts(name: str, folders: dict[tuple[str, str], Path], tmp_path: Path
     tile = Exported(folder, "it", "sm_80").range_of(10)["tile"]
     routing = route(torch.tensor([[0, 1], [1, 0], [0, 1], [1, 1], [0, 1]]), spec.experts, tile)
     y, started = run(folder, spec, "sm_80", x, w, rows=routing.rows, tiles=routing.tiles)
-    assert len(started) == 1 + (spec.compute is not None)
+    assert len(started) == 1 + (spec.permuted or spec.compute is not None)
     assert torch.equal(y, expert_matmul(w.spec, target)(x, routing.rows, routing.tiles, w.tensors, tile))
 
 
-def test_dequantize(folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:
-    spec = SPECS["usual"]
+IDS = torch.tensor([[1, 0], [1, 1], [-1, 0]])
+
+
+@pytest.mark.parametrize("weights", [None, "f32"])
+def test_experts_by_ids(weights: RouterWeights | None, tmp_path: Path) -> None:
+    """3 tokens, of which one has an expert elsewhere."""
+    spec = S(64, 128, "u4", group_size=32, experts=2, top_k=TopK(2, weights=weights))
+    x, tensors = random_inputs(replace(spec, top_k=None), 6 if weights else 3)
+    w, rows = pack(replace(spec, top_k=None), **tensors), 3 if weights else 6
+    others = {"ids": IDS} | ({"router_weights": torch.rand(IDS.shape)} if weights else {})
+    lowbit.export({"it": spec}, "sm_90a", tmp_path)
+    exported = Exported(tmp_path, "it", "sm_90a")
+    y = torch.full((rows, spec.outputs), torch.nan, dtype=torch.float16)
+    arrays = {"x": x, "y": y, **w, **others}
+    exported.run({name: as_bytes(t) for name, t in arrays.items()}, rows, len(x))
+    expected = EmulatorLaunches(spec, parse_target("emulator:sm_90a")).run(x, rows, w.tensors, tuple(others.values()))
+    there = torch.ones(rows, dtype=torch.bool) if weights else (IDS >= 0).flatten()
+    assert torch.equal(y[there], expected[there]) and y[there].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["usual", "residual", "permuted", "eight_bits", "experts", "permuted_experts"])
+def test_dequantize(name: str, folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    spec = SPECS[name]
     w = pack(spec, **random_inputs(spec, 1)[1])
-    exported = Exported(exported_to(folders, "usual", "sm_80", tmp_path), "it", "sm_80")
-    y = torch.full((spec.n, spec.k), torch.nan, dtype=torch.float16)
+    exported = Exported(exported_to(folders, name, "sm_80", tmp_path), "it", "sm_80")
+    y = torch.full((spec.n, spec.k), torch.nan, dtype=TORCH[spec.act])
     exported.dequantize({"y": as_bytes(y)} | {name: as_bytes(t) for name, t in w.items()})
-    assert torch.equal(y, w.dequantize(torch.float16))
+    assert torch.equal(y, w.dequantize(TORCH[spec.act]))
+
+
+@pytest.mark.parametrize("name", ["usual", "residual", "permuted_experts"])
+def test_packing(name: str, folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    """Byte for byte what `pack` gives; i3 has signed codes, and the experts are gated."""
+    spec = SPECS[name]
+    tensors = random_inputs(spec, 1)[1]
+    exported = Exported(exported_to(folders, name, "sm_80", tmp_path), "it", "sm_80")
+    codes = pack(spec, **tensors)["codes"]
+    packed = torch.full_like(codes, -1)
+    exported.pack_codes(as_bytes(tensors["codes"].to(torch.int8)), as_bytes(packed))
+    assert torch.equal(packed, codes)
 
 
 def test_every_number_of_rows_has_a_kernel_of_ours(folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ LOWBIT_API const char *lowbit_target(const lowbit_matmul *handle);
 
 /* LOWBIT_OK where m rows can be multiplied. */
 LOWBIT_API int lowbit_supports(const lowbit_matmul *handle, int64_t m);
-/* Slots of a token tile that the kernel for m slots of experts takes; 0 without experts. */
+/* The most slots of a token tile in the tables that a call of m slots of experts takes; 0 without such tables. */
 LOWBIT_API int64_t lowbit_expert_tile(const lowbit_matmul *handle, int64_t m);
 /* Bytes of workspace that any call of up to m rows needs; 0 where it needs none. A GPU's must be all zeros before its
  * first call; kernels leave in it what the next one expects. One workspace serves calls that follow each other: one
@@ -91,8 +91,12 @@ typedef struct {
     int64_t count;
 } lowbit_given;
 
-/* Packs a weight into host memory, weight[i] for tensor i: byte for byte what Python packs. */
+/* Packs a weight into host memory, weight[i] for tensor i: byte for byte what Python packs. Without "codes" weight[0]
+ * may be NULL: lowbit_pack_codes packs them. */
 LOWBIT_API int lowbit_pack(const lowbit_matmul *handle, const lowbit_given *given, int count, void *const *weight);
+/* Packs codes that are on the handle's GPU, bytes [n, k], into memory there for tensor 0, by a kernel on the stream.
+ * They are not looked at: of a code that the format has not the low bits are packed. */
+LOWBIT_API int lowbit_pack_codes(const lowbit_matmul *handle, const void *codes, void *packed, void *stream);
 /* Bytes of the outliers' tensor for these outliers; negative where something is wrong with them. */
 LOWBIT_API int64_t lowbit_outlier_bytes(const lowbit_matmul *handle, const lowbit_given *given, int count);
 
@@ -109,9 +113,10 @@ LOWBIT_API int lowbit_saved_bytes(const lowbit_matmul *handle, const char *path,
  * x         [m, k] in the act type, contiguous; of experts [x_rows, k]
  * weight    the tensors of the weight, on the device
  * y         [m, outputs] in the out type
- * m         rows of y; of experts slots
+ * m         rows of y; of experts slots, or, by ids that weights add up, tokens
  * x_rows    rows of x where it differs from m, for experts; 0: m
- * inputs    what a call has besides: {residual [m, outputs]}, or of experts {rows, tiles}; NULL without
+ * inputs    what a call has besides: {residual [m, outputs]}; of experts {rows, tiles}, the tables of a `Routing` in
+ *           Python, or {ids} and {ids, router weights} of a spec with top_k; NULL without
  * workspace of lowbit_workspace_bytes
  * stream    a CUstream (or cudaStream_t)
  * flags     LOWBIT_SETTLED: the weight was written by work that had ended before the kernel in front of this call
@@ -135,9 +140,11 @@ LOWBIT_API int lowbit_run(const lowbit_matmul *handle, const lowbit_call *call);
 /* lowbit_run of a call without inputs and flags, with a workspace of lowbit_workspace_bytes(handle, m). */
 LOWBIT_API int lowbit_multiply(const lowbit_matmul *handle, const void *x, const void *const *weight, void *y,
                                int64_t m, void *workspace, void *stream);
-/* Writes the weight [n, k] in the act type. */
+/* Writes the weight [n, k] in the act type, its rows in the order in which lowbit_pack takes them, its columns in that of
+ * x. The workspace is of lowbit_dequantize_bytes; it may be that of calls, if it is as large. */
 LOWBIT_API int lowbit_dequantize(const lowbit_matmul *handle, const void *const *weight, void *w, void *workspace,
                                  void *stream);
+LOWBIT_API int64_t lowbit_dequantize_bytes(const lowbit_matmul *handle);
 
 /* Lets a CPU's calls be done by several threads. `parallel` calls work(argument) in that many threads at once, or in
  * fewer, and returns when all have returned. Not while calls are under way; changes lowbit_workspace_bytes. */

@@ -145,6 +145,13 @@ class Matmul {
         check(lowbit_save(get(), path.c_str(), weight.operands()));
     }
 
+    /* The weight [n, k] in the act type, on a CPU. */
+    Memory dequantize(const Weight &weight) const {
+        Memory dense(n() * k() * 2), workspace(std::max<int64_t>(lowbit_dequantize_bytes(get()), 0));
+        check(lowbit_dequantize(get(), weight.operands(), dense.data(), workspace.data(), nullptr));
+        return dense;
+    }
+
     void run(const lowbit_call &call) const { check(lowbit_run(get(), &call)); }
 
     /* y [m, outputs] of x [m, k] on a CPU. Numbers of 16 bits are given as uint16_t, or as any type of their size. */

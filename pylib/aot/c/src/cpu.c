@@ -50,7 +50,7 @@ int cpu_open(lowbit_matmul *h, json targets) {
     h->permutation = -1;
     for (int i = 0; i < h->tensors; i++)
         if (!strcmp(h->tensor_name[i], "permutation")) h->permutation = TENSORS + i;
-    h->row_blocks = json_integer(json_member(json_member(h->weight, "packing"), "row_blocks"));
+    h->row_blocks = json_integer(json_member(json_member(h->weight, "packing"), "row_blocks")) / h->experts;
     h->threads = 1;
     return code;
 }
@@ -64,18 +64,24 @@ static int64_t scratch_bytes(const program *p, int64_t m, int threads) {
     return tokens * p->per_token + threads * (p->per_worker + tokens * p->per_worker_token);
 }
 
-static int64_t x_in_order_bytes(const lowbit_matmul *h, int64_t rows) {
-    return h->permutation < 0 ? 0 : (rows * h->row_bytes[X] + LINE - 1) / LINE * LINE;
+/* Bytes for rows of x that are copied in front of a program: those of experts, and those of permuted columns. */
+static int64_t copied_bytes(const lowbit_matmul *h, int64_t rows) {
+    bool copied = h->permutation >= 0 || h->experts > 1;
+    return copied ? (rows * h->row_bytes[X] + LINE - 1) / LINE * LINE : 0;
 }
 
 int64_t cpu_workspace(const lowbit_matmul *h, int64_t m) {
-    int64_t rows = m < SLAB ? m : SLAB, most = scratch_bytes(&h->program[DEQUANTIZE], 0, h->threads);
+    int64_t rows = m < SLAB ? m : SLAB, most = 0;
     for (int i = FEW; i <= MANY; i++) { /* calls of fewer rows take the same workspace */
         int64_t bytes = scratch_bytes(
             &h->program[i], i == FEW && rows > h->program[FEW].most ? h->program[FEW].most : rows, h->threads);
         most = bytes > most ? bytes : most;
     }
-    return most + x_in_order_bytes(h, rows);
+    return most + copied_bytes(h, rows);
+}
+
+int64_t cpu_dequantize_workspace(const lowbit_matmul *h) {
+    return scratch_bytes(&h->program[DEQUANTIZE], 0, h->threads) + h->k * 2; /* and a row of the weight */
 }
 
 typedef struct {
@@ -88,14 +94,23 @@ static void call(void *argument) {
     w->run(w->words);
 }
 
-static void run_program(const lowbit_matmul *h, const program *p, int64_t m, int64_t multiplied, const char *x, char *y,
-                        char *const *arrays, char *scratch, int64_t first) {
-    int threads = h->parallel && multiplied * h->n * h->k >= WORTH_A_TEAM ? h->threads : 1;
+/* What a program multiplies: rows `first` and on of y, by the weight of an expert. */
+typedef struct {
+    int64_t expert, first, rows;
+} piece;
+
+static void run_program(const lowbit_matmul *h, const program *p, piece of, const char *x, char *y, char *const *arrays,
+                        char *scratch) {
+    int64_t n = h->n / h->experts, multiplied = of.rows ? of.rows : 1;
+    int threads = h->parallel && multiplied * n * h->k >= WORTH_A_TEAM ? h->threads : 1;
     int64_t panels = (h->row_blocks + p->panel - 1) / p->panel;
     int64_t parts = threads == 1 ? 1 : PARTS_OF_A_THREAD * threads < panels ? PARTS_OF_A_THREAD * threads : panels;
-    int64_t words[WORDS + MOST_ARRAYS] = {0, 0, 0, m, parts, (intptr_t)x, (intptr_t)y, (intptr_t)scratch};
-    for (int i = 0; i < h->operands; i++)
-        words[WORDS + i] = (intptr_t)arrays[h->operand[i]] + first * h->row_bytes[h->operand[i]];
+    int64_t words[WORDS + MOST_ARRAYS] = {0, 0, 0, of.rows, parts, (intptr_t)x, (intptr_t)y, (intptr_t)scratch};
+    for (int i = 0; i < h->operands; i++) {
+        int array = h->operand[i], tensor = array - TENSORS;
+        int64_t slice = h->experts > 1 && tensor < h->tensors ? h->tensor_bytes[tensor] / h->experts : 0;
+        words[WORDS + i] = (intptr_t)arrays[array] + of.expert * slice + of.first * h->row_bytes[array];
+    }
     work w = {0, words};
     const char *code = (const char *)p->code.data + p->entry;
     memcpy(&w.run, &code, sizeof code);
@@ -105,31 +120,102 @@ static void run_program(const lowbit_matmul *h, const program *p, int64_t m, int
         call(&w);
 }
 
-/* Brings columns of x, of two bytes each, into the order of the weight's. */
-static const char *in_order(const lowbit_matmul *h, const char *x, int64_t rows, char *const *arrays, char *to) {
-    if (h->permutation < 0) return x;
-    const int32_t *columns = (const int32_t *)arrays[h->permutation];
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < h->k; c++) memcpy(to + 2 * (r * h->k + c), x + 2 * (r * h->k + columns[c]), 2);
-    return to;
+static const int32_t *columns_of(const lowbit_matmul *h, int64_t expert, char *const *arrays) {
+    return h->permutation < 0 ? NULL : (const int32_t *)arrays[h->permutation] + expert * h->k;
 }
 
-int cpu_run(const lowbit_matmul *h, char *const *arrays, int64_t m) {
-    const program *p = &h->program[m <= h->program[FEW].most ? FEW : MANY];
-    for (int64_t first = 0; first < m; first += SLAB) {
-        int64_t rows = m - first < SLAB ? m - first : SLAB;
-        const char *x = in_order(h, arrays[X] + first * h->row_bytes[X], rows, arrays, arrays[WORKSPACE]);
-        char *scratch = arrays[WORKSPACE] + x_in_order_bytes(h, rows);
-        run_program(h, p, rows, rows, x, arrays[Y] + first * h->row_bytes[Y], arrays, scratch, first);
+/* The rows of x of a piece, side by side, with columns, of two bytes each, in the order of the weight's: copied to the
+ * workspace where x is not so. */
+static const char *rows_of_x(const lowbit_matmul *h, piece of, char *const *arrays) {
+    const int32_t *rows = h->experts > 1 ? (const int32_t *)arrays[TENSORS + h->tensors] : NULL;
+    const int32_t *columns = columns_of(h, of.expert, arrays);
+    const char *x = arrays[X];
+    char *to = arrays[WORKSPACE];
+    if (!rows && !columns) return x + of.first * h->row_bytes[X];
+    for (int64_t r = 0; r < of.rows; r++, to += h->row_bytes[X]) {
+        const char *from = x + (rows ? rows[of.first + r] : of.first + r) * h->row_bytes[X];
+        if (!columns) memcpy(to, from, (size_t)h->row_bytes[X]);
+        for (int64_t c = 0; columns && c < h->k; c++) memcpy(to + 2 * c, from + 2 * columns[c], 2);
+    }
+    return arrays[WORKSPACE];
+}
+
+static void run_piece(const lowbit_matmul *h, piece whole, char *const *arrays) {
+    const program *p = &h->program[whole.rows <= h->program[FEW].most ? FEW : MANY];
+    piece of = whole;
+    for (int64_t end = whole.first + whole.rows; of.first < end; of.first += of.rows) {
+        of.rows = end - of.first < SLAB ? end - of.first : SLAB;
+        const char *x = rows_of_x(h, of, arrays);
+        run_program(h, p, of, x, arrays[Y] + of.first * h->row_bytes[Y], arrays,
+                    arrays[WORKSPACE] + copied_bytes(h, of.rows));
+    }
+}
+
+/* Token tiles of experts: of each its expert, its first slot, and the slot before which it ends. */
+static int check_tiles(const lowbit_matmul *h, const int32_t *rows, const int32_t *tiles, int64_t m, int64_t x_rows) {
+    if (tiles[0] < 0 || tiles[0] > m)
+        return fail(LOWBIT_BAD_ARGUMENT, "tiles[0] says %d token tiles, of %lld slots", tiles[0], (long long)m);
+    for (int64_t i = 1; i <= tiles[0]; i++) {
+        const int32_t *t = tiles + 3 * i;
+        if (t[0] < 0 || t[0] >= h->experts || t[1] < 0 || t[1] > t[2] || t[2] > m)
+            return fail(LOWBIT_BAD_ARGUMENT, "tiles[%lld] has slots %d to %d of %lld, of expert %d of %lld", (long long)i,
+                        t[1], t[2], (long long)m, t[0], (long long)h->experts);
+        for (int32_t slot = t[1]; slot < t[2]; slot++)
+            if (rows[slot] < 0 || rows[slot] >= x_rows)
+                return fail(LOWBIT_BAD_ARGUMENT, "rows[%d] = %d is no row of x, which has %lld", slot, rows[slot],
+                            (long long)x_rows);
     }
     return LOWBIT_OK;
 }
 
+static int run_experts(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows) {
+    const int32_t *rows = (const int32_t *)arrays[TENSORS + h->tensors];
+    const int32_t *tiles = (const int32_t *)arrays[TENSORS + h->tensors + 1];
+    int code = check_tiles(h, rows, tiles, m, x_rows);
+    for (int64_t i = 1; i <= tiles[0] && !code; i++) {
+        const int32_t *t = tiles + 3 * i;
+        run_piece(h, (piece){t[0], t[1], t[2] - t[1]}, arrays);
+    }
+    return code;
+}
+
+int cpu_run(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows) {
+    if (h->experts > 1) return run_experts(h, arrays, m, x_rows);
+    run_piece(h, (piece){0, 0, m}, arrays);
+    return LOWBIT_OK;
+}
+
+/* Brings rows of a gated weight from the order of memory into its own, a cycle of them at a time. */
+static void restore_rows(const lowbit_matmul *h, char *w, size_t bytes, char *kept) {
+    for (int64_t first = 0; first < h->n; first++) {
+        int64_t r = stored_row(h, first), from;
+        while (r > first) r = stored_row(h, r);
+        if (r < first) continue; /* a row before this one was of the same cycle */
+        memcpy(kept, w + first * (int64_t)bytes, bytes);
+        for (; (from = stored_row(h, r)) != first; r = from)
+            memcpy(w + r * (int64_t)bytes, w + from * (int64_t)bytes, bytes);
+        memcpy(w + r * (int64_t)bytes, kept, bytes);
+    }
+}
+
+static void restore_columns(const lowbit_matmul *h, char *w, size_t bytes, char *const *arrays, char *kept) {
+    int64_t rows = h->n / h->experts;
+    for (int64_t r = 0; r < h->n; r++, w += bytes) {
+        const int32_t *columns = columns_of(h, r / rows, arrays);
+        memcpy(kept, w, bytes);
+        for (int64_t c = 0; columns && c < h->k; c++) memcpy(w + 2 * columns[c], kept + 2 * c, 2);
+    }
+}
+
 int cpu_dequantize(const lowbit_matmul *h, char *const *arrays) {
-    if (!json_true(json_member(h->target, "dequantizes")))
-        return fail(LOWBIT_NOT_THERE,
-                    "this matmul's weight is not dequantized in C: its rows or columns are in an order of "
-                    "their own");
-    run_program(h, &h->program[DEQUANTIZE], 0, 1, NULL, arrays[Y], arrays, arrays[WORKSPACE], 0);
+    const program *p = &h->program[DEQUANTIZE];
+    size_t bytes = (size_t)h->k * 2;
+    char *kept = arrays[WORKSPACE] + scratch_bytes(p, 0, h->threads);
+    for (int64_t expert = 0; expert < h->experts; expert++) {
+        char *w = arrays[Y] + expert * (h->n / h->experts) * (int64_t)bytes;
+        run_program(h, p, (piece){expert, 0, 0}, NULL, w, arrays, arrays[WORKSPACE]);
+    }
+    if (h->gated) restore_rows(h, arrays[Y], bytes, kept);
+    if (h->permutation >= 0) restore_columns(h, arrays[Y], bytes, arrays, kept);
     return LOWBIT_OK;
 }

@@ -95,8 +95,9 @@ static int refused(int code, const char *what, const char *of) {
 
 static int read_param(const lowbit_matmul *h, json p, param *found) {
     json kind = json_member(p, "kind"), map = json_member(p, "map");
-    found->kind = json_is(kind, "i32") ? ROWS : map ? MAP : POINTER;
-    found->array = found->kind == ROWS ? 0 : array_named(h, json_member(p, "from"));
+    bool number = json_is(kind, "i32"), tile = json_is(json_member(p, "from"), "tile");
+    found->kind = number ? (tile ? TILE : ROWS) : map ? MAP : POINTER;
+    found->array = number ? 0 : array_named(h, json_member(p, "from"));
     if (found->array < 0 || json_is(kind, "f32")) return LOWBIT_BAD_VERSION;
     found->type = (int)json_integer(json_member(map, "type"));
     found->width = (int)json_integer(json_member(map, "bytes"));
@@ -162,8 +163,10 @@ static int read_ranges(lowbit_matmul *h) {
         found->first = json_integer(json_member(r, "first"));
         found->tile = json_integer(json_member(r, "tile"));
         found->last = last && *last == 'n' ? INT64_MAX : json_integer(last);
-        for (json p = json_first(json_member(r, "prepare")); p && found->prepared < 2; p = json_next(p))
-            found->prepare[found->prepared++] = (int)json_integer(p);
+        for (json p = json_first(json_member(r, "prepare")); p && found->prepared < 2; p = json_next(p)) {
+            found->prepare[found->prepared].kernel = (int)json_integer(json_member(p, "kernel"));
+            found->prepare[found->prepared++].for_y = json_is(json_member(p, "rows_of"), "y");
+        }
         found->launch = calloc((size_t)count(launches) + 1, sizeof *found->launch);
         if (!found->launch) return fail(LOWBIT_NO_MEMORY, "no memory for the ranges of rows");
         for (json l = json_first(launches); l; l = json_next(l))
@@ -174,7 +177,7 @@ static int read_ranges(lowbit_matmul *h) {
 }
 
 static int read_kernels(lowbit_matmul *h, bool same_generation) {
-    json listed = json_member(h->target, "kernels"), dequantize = json_member(h->target, "dequantize");
+    json listed = json_member(h->target, "kernels"), prepack = json_member(h->target, "prepack");
     h->kernel = calloc((size_t)count(listed) + 1, sizeof *h->kernel);
     if (!h->kernel) return fail(LOWBIT_NO_MEMORY, "no memory for kernels");
     int code = LOWBIT_OK;
@@ -185,7 +188,9 @@ static int read_kernels(lowbit_matmul *h, bool same_generation) {
         code = read_kernel(h, each, found);
         if (!code) code = load_kernel(h, each, same_generation, found);
     }
-    h->dequantize = dequantize && *dequantize != 'n' ? (int)json_integer(dequantize) : -1;
+    h->prepack = prepack && *prepack != 'n' ? (int)json_integer(prepack) : -1;
+    for (json d = json_first(json_member(h->target, "dequantize")); d && h->dequantizing < 2; d = json_next(d))
+        h->dequantize[h->dequantizing++] = (int)json_integer(d);
     return code ? code : read_ranges(h);
 }
 
@@ -250,6 +255,8 @@ int64_t cuda_workspace(const lowbit_matmul *h, int64_t m) {
     return bytes;
 }
 
+int64_t cuda_dequantize_workspace(const lowbit_matmul *h) { return up(h->launch_workspace) + h->in_memory_bytes; }
+
 const range *cuda_range(const lowbit_matmul *h, int64_t m) {
     for (int i = 0; i < h->ranges; i++)
         if (m >= h->range[i].first && m <= h->range[i].last) return &h->range[i];
@@ -275,8 +282,8 @@ static int encode(const param *p, void *address, int64_t rows, tensor_map *map) 
                                      p->promotion, 0);
 }
 
-/* Starts a kernel for rows `first` to `first + rows`. */
-static int start(const lowbit_matmul *h, const kernel *k, char *const *arrays, int64_t first, int64_t rows,
+/* Starts a kernel for rows `first` to `first + rows`, of experts with token tiles of `tile` slots. */
+static int start(const lowbit_matmul *h, const kernel *k, char *const *arrays, int64_t first, int64_t rows, int tile,
                  void *stream, bool overlap) {
     launch_attribute attribute = {.id = OVERLAP, .of.value = 1};
     launch_config config = {.block = {k->threads, 1, 1}, .shared_bytes = k->shared_bytes, .stream = stream};
@@ -289,7 +296,7 @@ static int start(const lowbit_matmul *h, const kernel *k, char *const *arrays, i
     for (int i = 0; i < k->params; i++) {
         const param *p = &k->param[i];
         pointers[i] = arrays[p->array] ? arrays[p->array] + first * h->row_bytes[p->array] : NULL;
-        values[i] = p->kind == ROWS ? (void *)&count_of_rows : &pointers[i];
+        values[i] = p->kind == ROWS ? (void *)&count_of_rows : p->kind == TILE ? (void *)&tile : &pointers[i];
         if (p->kind == MAP) {
             if ((code = encode(p, pointers[i], rows, &maps[used]))) return refused(code, "describing x for", k->name);
             values[i] = &maps[used++];
@@ -302,13 +309,15 @@ static int start(const lowbit_matmul *h, const kernel *k, char *const *arrays, i
 
 static int run_range(const lowbit_matmul *h, const range *r, char *const *arrays, int64_t m, int64_t x_rows,
                      void *stream, bool overlap) {
-    int code = LOWBIT_OK;
-    for (int i = 0; i < r->prepared && !code; i++)
-        code = start(h, &h->kernel[r->prepare[i]], arrays, 0, x_rows, stream, overlap);
+    int code = LOWBIT_OK, tile = (int)r->tile;
+    for (int i = 0; i < r->prepared && !code; i++) {
+        int64_t rows = r->prepare[i].for_y ? m : x_rows;
+        code = start(h, &h->kernel[r->prepare[i].kernel], arrays, 0, rows, tile, stream, overlap);
+    }
     const launch *l = r->launch;
     for (int64_t first = 0, rows; first < m && !code; first += rows) {
         rows = l->rows && l->rows < m - first ? l->rows : m - first;
-        code = start(h, &h->kernel[l->kernel], arrays, first, rows, stream, overlap);
+        code = start(h, &h->kernel[l->kernel], arrays, first, rows, tile, stream, overlap);
         if (l + 1 < r->launch + r->launches) l++;
     }
     return code;
@@ -329,21 +338,32 @@ int cuda_run(const lowbit_matmul *h, char *const *given, int64_t m, int64_t x_ro
     char *arrays[MOST_ARRAYS];
     memcpy(arrays, given, sizeof *given * (size_t)h->arrays);
     char *buffer = arrays[WORKSPACE] + up(h->launch_workspace);
+    int64_t rows = m > x_rows ? m : x_rows;
     for (int i = 0; i < h->arrays; i++)
-        if (h->is_buffer[i]) arrays[i] = buffer, buffer += up(x_rows * h->row_bytes[i]);
+        if (h->is_buffer[i]) arrays[i] = buffer, buffer += up(rows * h->row_bytes[i]);
     bool entered = enter(h);
     int code = run_range(h, cuda_range(h, m), arrays, m, x_rows, stream, overlap);
     leave(entered);
     return code;
 }
 
-int cuda_dequantize(const lowbit_matmul *h, char *const *arrays, void *stream) {
-    if (h->dequantize < 0)
-        return fail(LOWBIT_NOT_THERE,
-                    "this matmul has no kernel that dequantizes: its rows or columns are in an order of "
-                    "their own, or it has experts");
+int cuda_dequantize(const lowbit_matmul *h, char *const *given, void *stream) {
+    char *arrays[MOST_ARRAYS];
+    int code = LOWBIT_OK;
+    memcpy(arrays, given, sizeof *given * (size_t)h->arrays);
+    if (h->in_memory) arrays[h->in_memory] = arrays[WORKSPACE] + up(h->launch_workspace);
     bool entered = enter(h);
-    int code = start(h, &h->kernel[h->dequantize], arrays, 0, 0, stream, false);
+    for (int i = 0; i < h->dequantizing && !code; i++)
+        code = start(h, &h->kernel[h->dequantize[i]], arrays, 0, 0, 0, stream, false);
+    leave(entered);
+    return code;
+}
+
+int cuda_pack_codes(const lowbit_matmul *h, char *const *arrays, void *stream) {
+    if (h->prepack < 0)
+        return fail(LOWBIT_NOT_THERE, "a weight with fold_scales is packed in Python; load it with lowbit_load");
+    bool entered = enter(h);
+    int code = start(h, &h->kernel[h->prepack], arrays, 0, 0, 0, stream, false);
     leave(entered);
     return code;
 }

@@ -37,13 +37,13 @@ uint32_t crc32_of(const void *data, size_t bytes);
 /* -- a GPU (cuda.c) */
 
 typedef struct {
-    int kind; /* POINTER, ROWS or MAP */
+    int kind; /* POINTER, ROWS, TILE or MAP */
     int array;
     int type, width, swizzle, promotion; /* of a tensor map */
     uint32_t box[2];
     uint64_t columns;
 } param;
-enum { POINTER, ROWS, MAP };
+enum { POINTER, ROWS, TILE, MAP };
 
 typedef struct {
     char name[MOST_NAME];
@@ -67,7 +67,10 @@ typedef struct {
 typedef struct {
     int64_t first, last, tile; /* INT64_MAX: without end; tile: slots of a token tile of experts */
     int prepared, launches;
-    int prepare[2];
+    struct {
+        int kernel;
+        bool for_y; /* for all rows of y, not of x */
+    } prepare[2];
     launch *launch;
 } range;
 
@@ -87,39 +90,48 @@ struct lowbit_matmul {
     char target_name[MOST_NAME];
     int device, gpu; /* as CUDA counts, and CUdevice */
     int64_t n, k, outputs, experts;
+    bool gated; /* whether rows of two halves are stored side by side */
     int tensors, arrays, inputs;
+    int64_t tensor_bytes[MOST_ARRAYS];
     char tensor_name[MOST_ARRAYS][MOST_NAME];
     int64_t row_bytes[MOST_ARRAYS];
     bool is_buffer[MOST_ARRAYS];
+    int in_memory; /* the array that has a dequantized weight in the order of memory; 0 where it needs none */
+    int64_t in_memory_bytes;
     /* of a GPU */
     void *context;
     int multiprocessors;
     int64_t launch_workspace;
-    int kernels, ranges, dequantize;
+    int kernels, ranges, prepack, dequantizing; /* prepack: -1 where there is none */
+    int dequantize[2];
     kernel *kernel;
     range *range;
     /* of a CPU */
     program program[PROGRAMS];
     int operand[MOST_ARRAYS], operands, permutation;
-    int64_t row_blocks;
+    int64_t row_blocks; /* of an expert */
     int threads;
     lowbit_parallel parallel;
     void *context_of_threads;
 };
 
 int array_named(const lowbit_matmul *h, json name); /* -1 where there is none */
+int64_t stored_row(const lowbit_matmul *h, int64_t r); /* where row r of a weight is stored (pack.c) */
 
 int cuda_open(lowbit_matmul *h, json targets);
 void cuda_close(lowbit_matmul *h);
 int64_t cuda_workspace(const lowbit_matmul *h, int64_t m);
 const range *cuda_range(const lowbit_matmul *h, int64_t m);
 int cuda_run(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows, void *stream, bool overlap);
+int64_t cuda_dequantize_workspace(const lowbit_matmul *h);
 int cuda_dequantize(const lowbit_matmul *h, char *const *arrays, void *stream);
+int cuda_pack_codes(const lowbit_matmul *h, char *const *arrays, void *stream);
 
 int cpu_open(lowbit_matmul *h, json targets);
 void cpu_close(lowbit_matmul *h);
 int64_t cpu_workspace(const lowbit_matmul *h, int64_t m);
-int cpu_run(const lowbit_matmul *h, char *const *arrays, int64_t m);
+int cpu_run(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows);
+int64_t cpu_dequantize_workspace(const lowbit_matmul *h);
 int cpu_dequantize(const lowbit_matmul *h, char *const *arrays);
 
 #endif

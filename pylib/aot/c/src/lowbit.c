@@ -74,6 +74,8 @@ static int read_arrays(lowbit_matmul *h) {
         h->is_buffer[h->arrays] = json_is(from, "buffer");
         if (json_is(from, "weight")) json_text(json_member(each, "name"), h->tensor_name[h->tensors++], MOST_NAME);
         h->inputs += json_is(from, "input");
+        if (json_is(from, "dequantized"))
+            h->in_memory = h->arrays, h->in_memory_bytes = json_integer(json_member(each, "bytes"));
         h->arrays++;
     }
     h->weight = json_member(h->about, "weight");
@@ -81,6 +83,10 @@ static int read_arrays(lowbit_matmul *h) {
     h->k = json_integer(json_member(h->about, "k"));
     h->outputs = json_integer(json_member(h->about, "outputs"));
     h->experts = json_integer(json_member(h->about, "experts"));
+    h->gated = json_true(json_member(json_member(h->weight, "packing"), "gated"));
+    json tensor = json_first(json_member(h->weight, "tensors"));
+    for (int i = 0; i < h->tensors; i++, tensor = json_next(tensor))
+        h->tensor_bytes[i] = json_integer(json_member(tensor, "bytes"));
     return LOWBIT_OK;
 }
 
@@ -144,19 +150,12 @@ int64_t lowbit_outputs(const lowbit_matmul *h) { return h ? h->outputs : 0; }
 const char *lowbit_target(const lowbit_matmul *h) { return h ? h->target_name : ""; }
 int lowbit_tensors(const lowbit_matmul *h) { return h ? h->tensors : 0; }
 
-static json tensor(const lowbit_matmul *h, int number) {
-    if (!h || number < 0) return NULL;
-    json each = json_first(json_member(h->weight, "tensors"));
-    while (each && number--) each = json_next(each);
-    return each;
+const char *lowbit_tensor_name(const lowbit_matmul *h, int i) {
+    return i >= 0 && i < lowbit_tensors(h) ? h->tensor_name[i] : "";
 }
 
-const char *lowbit_tensor_name(const lowbit_matmul *h, int number) {
-    return tensor(h, number) ? h->tensor_name[number] : "";
-}
-
-int64_t lowbit_tensor_bytes(const lowbit_matmul *h, int number) {
-    return json_integer(json_member(tensor(h, number), "bytes"));
+int64_t lowbit_tensor_bytes(const lowbit_matmul *h, int i) {
+    return i >= 0 && i < lowbit_tensors(h) ? h->tensor_bytes[i] : 0;
 }
 
 int lowbit_supports(const lowbit_matmul *h, int64_t m) {
@@ -169,15 +168,23 @@ int lowbit_supports(const lowbit_matmul *h, int64_t m) {
 }
 
 int64_t lowbit_expert_tile(const lowbit_matmul *h, int64_t m) {
-    if (lowbit_supports(h, m) || h->experts < 2 || h->device == LOWBIT_CPU) return 0;
+    if (lowbit_supports(h, m) || h->experts < 2) return 0;
+    if (h->device == LOWBIT_CPU) return 1 << 30; /* all slots of an expert */
     const range *r = cuda_range(h, m > 1 ? m : 1);
     return r ? r->tile : 0;
 }
 
+/* Room for a workspace of so many bytes to begin at a multiple of PAGE. */
+static int64_t with_room(int64_t bytes) { return bytes ? bytes + PAGE : 0; }
+
 int64_t lowbit_workspace_bytes(const lowbit_matmul *h, int64_t m) {
     if (lowbit_supports(h, m)) return -1;
-    int64_t bytes = h->device == LOWBIT_CPU ? cpu_workspace(h, m) : cuda_workspace(h, m);
-    return bytes ? bytes + PAGE : 0; /* so that it can begin at a multiple of so many */
+    return with_room(h->device == LOWBIT_CPU ? cpu_workspace(h, m) : cuda_workspace(h, m));
+}
+
+int64_t lowbit_dequantize_bytes(const lowbit_matmul *h) {
+    if (lowbit_supports(h, 0)) return -1;
+    return with_room(h->device == LOWBIT_CPU ? cpu_dequantize_workspace(h) : cuda_dequantize_workspace(h));
 }
 
 int lowbit_use_threads(lowbit_matmul *h, int threads, lowbit_parallel parallel, void *context) {
@@ -244,7 +251,7 @@ int lowbit_run(const lowbit_matmul *h, const lowbit_call *given) {
         (code = take_weight(h, call.weight, arrays)) || (code = take_inputs(h, call.inputs, arrays)) ||
         (code = take_workspace(call.workspace, call.workspace_bytes, lowbit_workspace_bytes(h, rows), arrays)))
         return code;
-    if (h->device == LOWBIT_CPU) return cpu_run(h, arrays, call.m);
+    if (h->device == LOWBIT_CPU) return cpu_run(h, arrays, call.m, x_rows);
     return cuda_run(h, arrays, call.m, x_rows, call.stream, call.flags & LOWBIT_SETTLED);
 }
 
@@ -260,8 +267,19 @@ int lowbit_dequantize(const lowbit_matmul *h, const void *const *weight, void *w
     char *arrays[MOST_ARRAYS] = {0};
     int code = lowbit_supports(h, 0);
     if (code || (code = check_pointer("w", w)) || (code = take_weight(h, weight, arrays))) return code;
-    int64_t bytes = lowbit_workspace_bytes(h, 0);
+    int64_t bytes = lowbit_dequantize_bytes(h);
     if ((code = take_workspace(workspace, bytes, bytes, arrays))) return code;
     arrays[Y] = w;
     return h->device == LOWBIT_CPU ? cpu_dequantize(h, arrays) : cuda_dequantize(h, arrays, stream);
+}
+
+int lowbit_pack_codes(const lowbit_matmul *h, const void *codes, void *packed, void *stream) {
+    char *arrays[MOST_ARRAYS] = {0};
+    int code = lowbit_supports(h, 0);
+    if (code || (code = check_pointer("codes", codes)) || (code = check_pointer("packed", packed))) return code;
+    if (h->device == LOWBIT_CPU)
+        return fail(LOWBIT_BAD_ARGUMENT, "lowbit_pack_codes is for codes on a GPU; this matmul was opened for the CPU, "
+                                         "where lowbit_pack takes them");
+    arrays[X] = (char *)codes, arrays[TENSORS] = packed;
+    return cuda_pack_codes(h, arrays, stream);
 }

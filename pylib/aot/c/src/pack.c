@@ -10,8 +10,7 @@ enum { ROWS_OF_BLOCK = 16, BLOCK_K = 16, HALF = 8, LANES = 32, MOST_RUN = 16, MO
 enum { LINE = 32, ENTRIES = 31, SPAN = 4096 }; /* of outliers: dialect/formats/outliers.py */
 
 typedef struct {
-    int64_t bits, chunk, units, row_blocks, chunks, group, padded_group, groups, block_rows, experts;
-    bool gated;
+    int64_t bits, chunk, units, row_blocks, chunks, group, padded_group, groups, block_rows;
 } packing;
 
 /* A tensor that `pack` takes, what is given for it, and the tensor in memory. */
@@ -34,9 +33,7 @@ static packing packing_of(const lowbit_matmul *h) {
                      NUMBER(group),
                      NUMBER(padded_group),
                      NUMBER(groups),
-                     NUMBER(block_rows),
-                     NUMBER(experts),
-                     .gated = json_true(json_member(p, "gated"))};
+                     NUMBER(block_rows)};
 }
 
 static const lowbit_given *given_named(const char *name, const lowbit_given *given, int count) {
@@ -46,16 +43,15 @@ static const lowbit_given *given_named(const char *name, const lowbit_given *giv
 }
 
 /* The row of a weight that is stored as row r: of a gated one 8 rows of the gate, and 8 that they multiply. */
-static int64_t given_row(const packing *p, int64_t n, int64_t r) {
-    if (!p->gated) return r;
-    int64_t rows = n / p->experts, expert = r / rows, local = r % rows;
+static int64_t given_row(const lowbit_matmul *h, int64_t r) {
+    if (!h->gated) return r;
+    int64_t rows = h->n / h->experts, expert = r / rows, local = r % rows;
     return expert * rows + local % 16 / HALF * (rows / 2) + local / 16 * HALF + local % HALF;
 }
 
-/* Where row r of a weight is stored. */
-static int64_t stored_row(const packing *p, int64_t n, int64_t r) {
-    if (!p->gated) return r;
-    int64_t rows = n / p->experts, expert = r / rows, local = r % rows, in_half = local % (rows / 2);
+int64_t stored_row(const lowbit_matmul *h, int64_t r) {
+    if (!h->gated) return r;
+    int64_t rows = h->n / h->experts, expert = r / rows, local = r % rows, in_half = local % (rows / 2);
     return expert * rows + in_half / HALF * 16 + local / (rows / 2) * HALF + in_half % HALF;
 }
 
@@ -167,7 +163,7 @@ static int pack_codes(const lowbit_matmul *h, const packing *p, const slot *s) {
     reg run[MOST_RUN];
     int registers = run_of((int)p->bits, run), code = LOWBIT_OK;
     for (int64_t r = 0; r < h->n; r++) {
-        int64_t from = given_row(p, h->n, r), row = r % ROWS_OF_BLOCK;
+        int64_t from = given_row(h, r), row = r % ROWS_OF_BLOCK;
         unsigned char *block = s->memory + r / ROWS_OF_BLOCK * p->chunks * p->units * LANES * 16;
         for (int64_t c = 0; c < p->chunks * p->chunk; c++) {
             int64_t source = c / p->padded_group * p->group + c % p->padded_group, in = c % p->chunk;
@@ -190,13 +186,13 @@ static int pack_groups(const lowbit_matmul *h, const packing *p, const slot *s) 
     int code = LOWBIT_OK;
     for (int64_t r = 0; r < h->n && !code; r++)
         for (int64_t g = 0; g < s->columns && !code; g++)
-            code = store(s, given_row(p, h->n, r) * s->columns + g,
+            code = store(s, given_row(h, r) * s->columns + g,
                          (r / ROWS_OF_BLOCK * p->groups + g) * ROWS_OF_BLOCK + r % ROWS_OF_BLOCK);
     return code;
 }
 
 /* The second level of scales that are codes: [row blocks, blocks, lanes]. */
-static int pack_blocks(const packing *p, const slot *s, json shape, int64_t n) {
+static int pack_blocks(const lowbit_matmul *h, const packing *p, const slot *s, json shape) {
     json of_blocks = json_next(json_first(shape));
     int64_t blocks = json_integer(of_blocks), lanes = json_integer(json_next(of_blocks));
     int64_t height = ROWS_OF_BLOCK / p->block_rows;
@@ -204,27 +200,31 @@ static int pack_blocks(const packing *p, const slot *s, json shape, int64_t n) {
     for (int64_t i = 0; i < p->row_blocks * lanes && !code; i++) {
         int64_t row = i / lanes * height + i % lanes % height;
         if (row >= s->rows) continue;
-        int64_t from = p->block_rows == 1 ? given_row(p, n, row) : row;
+        int64_t from = p->block_rows == 1 ? given_row(h, row) : row;
         for (int64_t b = 0; b < s->columns && !code; b++)
             code = store(s, from * s->columns + b, (i / lanes * blocks + b) * lanes + i % lanes);
     }
     return code;
 }
 
-static int pack_rows(const lowbit_matmul *h, const packing *p, const slot *s) {
+static int pack_rows(const lowbit_matmul *h, const slot *s) {
     int code = LOWBIT_OK;
-    for (int64_t r = 0; r < h->n && !code; r++) code = store(s, given_row(p, h->n, r), r);
+    for (int64_t r = 0; r < h->n && !code; r++) code = store(s, given_row(h, r), r);
     return code;
 }
 
-static int pack_columns(const slot *s, int64_t k) {
+/* Permutations: each expert has one of k columns. */
+static int pack_columns(const lowbit_matmul *h, const slot *s) {
     int code = LOWBIT_OK;
-    unsigned char *seen = calloc((size_t)k, 1);
+    int64_t *seen = calloc((size_t)h->k, sizeof *seen); /* the last expert that had a column, counted from 1 */
     if (!seen) return fail(LOWBIT_NO_MEMORY, "no memory to check the permutation");
-    for (int64_t c = 0; c < k && !code; c++)
-        if (!(code = store(s, c, c)) && seen[integer_at(s->given, c)]++)
-            code = fail(LOWBIT_BAD_WEIGHT, "permutation[%lld] = %lld is there twice", (long long)c,
-                        (long long)integer_at(s->given, c));
+    for (int64_t i = 0; i < h->experts * h->k && !code; i++) {
+        if ((code = store(s, i, i))) break;
+        int64_t column = integer_at(s->given, i), expert = i / h->k + 1;
+        if (seen[column] == expert)
+            code = fail(LOWBIT_BAD_WEIGHT, "permutation[%lld] = %lld is there twice", (long long)i, (long long)column);
+        seen[column] = expert;
+    }
     free(seen);
     return code;
 }
@@ -261,8 +261,8 @@ static int check_outliers(const lowbit_matmul *h, const lowbit_given *offsets, c
 }
 
 /* Writes outliers down in their order in memory; *count becomes how many are not zero. */
-static int sort_outliers(const lowbit_matmul *h, const packing *p, const lowbit_given *given, int number,
-                         outlier **found, int64_t *count) {
+static int sort_outliers(const lowbit_matmul *h, const lowbit_given *given, int number, outlier **found,
+                         int64_t *count) {
     const lowbit_given *offsets = given_named("outlier_offsets", given, number);
     const lowbit_given *columns = given_named("outlier_columns", given, number);
     slot s = {.name = "outliers", .type = "f16", .columns = 1, .given = given_named("outlier_values", given, number)};
@@ -273,7 +273,7 @@ static int sort_outliers(const lowbit_matmul *h, const packing *p, const lowbit_
     for (int64_t r = 0; r < h->n && !code; r++)
         for (int64_t i = ((const int32_t *)offsets->data)[r]; i < ((const int32_t *)offsets->data)[r + 1] && !code;
              i++) {
-            int64_t column = integer_at(columns, i), row = stored_row(p, h->n, r);
+            int64_t column = integer_at(columns, i), row = stored_row(h, r);
             outlier *o = &(*found)[*count];
             *o = (outlier){row / ROWS_OF_BLOCK, column, row % ROWS_OF_BLOCK, 0};
             if (column < 0 || column >= h->k)
@@ -315,7 +315,7 @@ int64_t lowbit_outlier_bytes(const lowbit_matmul *h, const lowbit_given *given, 
     int64_t number = 0;
     if (!h || !given) return fail(LOWBIT_BAD_ARGUMENT, "handle or given is NULL") * 0 - 1;
     packing p = packing_of(h);
-    if (sort_outliers(h, &p, given, count, &found, &number)) return -1;
+    if (sort_outliers(h, given, count, &found, &number)) return -1;
     int64_t lines = write_lines(&p, found, number, NULL);
     free(found);
     return lines * LINE * 4;
@@ -324,7 +324,7 @@ int64_t lowbit_outlier_bytes(const lowbit_matmul *h, const lowbit_given *given, 
 static int pack_outliers(const lowbit_matmul *h, const packing *p, const lowbit_given *given, int count, void *memory) {
     outlier *found = NULL;
     int64_t number = 0;
-    int code = sort_outliers(h, p, given, count, &found, &number);
+    int code = sort_outliers(h, given, count, &found, &number);
     if (code) return code;
     memset(memory, 0, (size_t)(write_lines(p, found, number, NULL) * LINE * 4));
     write_lines(p, found, number, memory);
@@ -372,8 +372,8 @@ static int pack_slot(const lowbit_matmul *h, const packing *p, json about, const
     if (code) return code;
     if (json_is(index, "element")) return pack_codes(h, p, &s);
     if (json_is(index, "group")) return pack_groups(h, p, &s);
-    if (json_is(index, "block")) return pack_blocks(p, &s, json_member(about, "stored"), h->n);
-    return json_is(index, "column") ? pack_columns(&s, h->k) : pack_rows(h, p, &s);
+    if (json_is(index, "block")) return pack_blocks(h, p, &s, json_member(about, "stored"));
+    return json_is(index, "column") ? pack_columns(h, &s) : pack_rows(h, &s);
 }
 
 static int check_names(json given_tensors, const lowbit_given *given, int count) {
@@ -388,18 +388,25 @@ static int check_names(json given_tensors, const lowbit_given *given, int count)
     return LOWBIT_OK;
 }
 
+/* Fills a weight with zeros; codes that lowbit_pack_codes packs are not in host memory. */
+static int clear(const lowbit_matmul *h, void *const *weight, bool codes) {
+    for (int i = codes ? 0 : 1; i < h->tensors; i++) {
+        if (!weight[i]) return fail(LOWBIT_BAD_ARGUMENT, "weight[%d], for %s, is NULL", i, h->tensor_name[i]);
+        if (strcmp(h->tensor_name[i], "outliers")) memset(weight[i], 0, (size_t)lowbit_tensor_bytes(h, i));
+    }
+    return LOWBIT_OK;
+}
+
 int lowbit_pack(const lowbit_matmul *h, const lowbit_given *given, int count, void *const *weight) {
     if (!h || !given || !weight) return fail(LOWBIT_BAD_ARGUMENT, "handle, given or weight is NULL");
     packing p = packing_of(h);
     json slots = json_member(h->weight, "given");
+    bool codes = weight[0] || given_named("codes", given, count);
     int code = json_first(slots)
                    ? check_names(slots, given, count)
                    : fail(LOWBIT_BAD_WEIGHT, "a weight with fold_scales is packed in Python; load it with lowbit_load");
-    for (int i = 0; i < h->tensors && !code; i++) {
-        if (!weight[i]) return fail(LOWBIT_BAD_ARGUMENT, "weight[%d], for %s, is NULL", i, h->tensor_name[i]);
-        if (strcmp(h->tensor_name[i], "outliers")) memset(weight[i], 0, (size_t)lowbit_tensor_bytes(h, i));
-    }
+    if (!code) code = clear(h, weight, codes);
     for (json each = json_first(slots); each && !code; each = json_next(each))
-        code = pack_slot(h, &p, each, given, count, weight);
+        if (codes || !json_is(json_member(each, "index"), "element")) code = pack_slot(h, &p, each, given, count, weight);
     return code;
 }

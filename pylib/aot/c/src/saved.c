@@ -149,7 +149,7 @@ static int check_spec(const lowbit_matmul *h, const char *path, const saved *s) 
     }
     json epilogue = json_member(spec, "epilogue");
     bool gated = epilogue && *epilogue == '"' && !json_is(epilogue, "residual");
-    if (gated != json_true(json_member(json_member(h->weight, "packing"), "gated")))
+    if (gated != h->gated)
         return fail(LOWBIT_BAD_WEIGHT, "%s was packed with another epilogue; export for the spec that it has", path);
     return LOWBIT_OK;
 }
@@ -160,7 +160,7 @@ static bool in_range(const lowbit_matmul *h, json about, const char *data, int64
     if (!permutation && !is_sparse(about)) return true;
     int64_t blocks = json_integer(json_member(json_member(h->weight, "packing"), "row_blocks")), last = 0;
     int64_t head = (blocks + 32) / 32, words = bytes / 4;
-    for (int64_t i = 0; i < (permutation ? h->k : blocks + 1); i++) {
+    for (int64_t i = 0; i < (permutation ? h->experts * h->k : blocks + 1); i++) {
         int32_t word;
         memcpy(&word, data + 4 * i, 4);
         if (permutation ? word < 0 || word >= h->k : word < last || (i ? 0 : word != head)) return false;
