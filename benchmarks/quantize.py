@@ -20,7 +20,6 @@ from benchmarks.tables import markdown
 from lowbit.dialect.fields import choice
 from lowbit.pylib.model_speed.config import model_config
 from lowbit.pylib.model_speed.random_model import random_model
-from lowbit.pylib.quantization.config import CALIBRATED
 
 BEGIN, END = "<!-- quantizing: begin -->", "<!-- quantizing: end -->"
 RECIPES: Mapping[str, lowbit.QuantConfig] = MappingProxyType(
@@ -67,7 +66,7 @@ def costs(
 
 def _quantize(model: nn.Module, config: lowbit.QuantConfig) -> tuple[float, float | None]:
     """Quantizes a model in place; returns the seconds, and by how many GB memory grew meanwhile, None on a CPU."""
-    calibration = _tokens(model) if config.method in CALIBRATED else None
+    calibration = _tokens(model) if config.needs_data else None
     before = _begin(model)
     start = time.perf_counter()
     lowbit.quantize_(model, config, calibration=calibration, progress=False)

@@ -37,7 +37,6 @@ CALIBRATION_WINDOWS, TEST_WINDOWS = 24, 96  # of `Shape.context` tokens each
 PROBES = 8  # windows on which the model is run for each layer, to see what that layer adds to the divergence
 STAGES = (("attention.q", "attention.k", "attention.v"), ("attention.o",), ("ffn.gate", "ffn.up"), ("ffn.down",))
 RESAMPLES = 4000
-CALIBRATED = ("gptq", "awq", "signround", "spqr")
 SPQR: Any = {"weight": "u3", "group_size": 16, "method": "spqr"}
 PAPER: Any = {**SPQR, "clip": "max"}
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
@@ -153,7 +152,7 @@ def quantized(
     """
     result = copy.deepcopy(model)
     configs = {name: config if isinstance(config, lowbit.QuantConfig) else config[name] for name in layer_names(model)}
-    calibrated = any(each.method in CALIBRATED for each in configs.values())
+    calibrated = any(each.needs_data for each in configs.values())
     bits = weights = 0.0
     x, rotation = result.embed(text[:, :-1]), result.rotation[: text.shape[1] - 1]
     for i, block in enumerate(result.blocks):

@@ -35,7 +35,7 @@ from lowbit.pylib.nn.quantize_planned import low_bit_row
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.nn.texts import LENGTH, samples_of
 from lowbit.pylib.nn.why_dense import Reason
-from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+from lowbit.pylib.quantization.config import QuantConfig
 
 EMBEDDINGS = ("*embed*", "*wte*", "*wpe*")
 OUTPUTS = ("*lm_head*",)
@@ -102,11 +102,11 @@ def quantize_folder(
 
 def _check_text(path: Path, request: Request) -> None:
     """Raise SpecError for a method that needs a text without one, and for a text that is of no use."""
-    method = request.config.method
-    if method in CALIBRATED and request.text is None:
+    method, needs_data = request.config.method, request.config.needs_data
+    if needs_data and request.text is None:
         raise SpecError(f"method={method!r}: {NO_DATA}")
-    if request.text is not None and not (method in CALIBRATED and _is_of_transformers(path)):
-        what = f"{path} has no config.json of transformers" if method in CALIBRATED else f"{method} needs no data"
+    if request.text is not None and not (needs_data and _is_of_transformers(path)):
+        what = f"{path} has no config.json of transformers" if needs_data else f"{method} needs no data"
         raise SpecError(f"text={str(request.text)!r}: {what}; drop it")
     if min(request.samples, request.length) < 1:
         raise SpecError(f"samples={request.samples} and length={request.length} must be 1 or more")

@@ -17,7 +17,7 @@ from lowbit.dialect.fields import boolean
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.nn.plan import Configs
-from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+from lowbit.pylib.quantization.config import QuantConfig
 
 QUANT_METHOD = "lowbit"
 VERSION = 1  # of `to_dict`
@@ -117,7 +117,7 @@ class LowbitConfig(QuantizationConfigMixin):
         """Raise SpecError if a method needs data: `from_pretrained` has none, though a saved model may have been made
         with some."""
         for config in (self.config, *self.modules.values()):
-            if config is not None and config.method in CALIBRATED:
+            if config is not None and config.needs_data:
                 raise SpecError(f"method={config.method!r}: {_NO_DATA}, then save_pretrained; or method='hqq'")
 
     def to_dict(self) -> dict[str, Any]:

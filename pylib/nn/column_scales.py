@@ -72,7 +72,7 @@ def _add(
 ) -> None:
     """Choose the scales for the layers of a fold."""
     where = torch.device(device or entries[fold.layers[0]].module.get_parameter("weight").device)
-    scales = shared_scales((_part(entries[name], where) for name in fold.layers), data.to(where))
+    scales = shared_scales([_part(entries[name], where) for name in fold.layers], data.to(where))
     note = f"{NOTHING}no scales make the error less"
     if not bool((scales == 1).all()):
         if isinstance(fold.source, nn.Linear):

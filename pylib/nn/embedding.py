@@ -19,7 +19,7 @@ from lowbit.pylib.nn.dense_weight import NoDense
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.quantization.api import quantize
-from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -159,7 +159,7 @@ def spec_of_embedding(embedding: nn.Embedding, config: QuantConfig, act: Act | N
     """Returns the spec that an embedding's table has after it is quantized. Raises SpecError if there is none."""
     if reason := why_not(embedding):
         raise SpecError(reason)
-    if config.method in CALIBRATED:
+    if config.needs_data:
         raise SpecError(f"{config.method} can't look at the inputs of an embedding; use 'hqq' or 'rtn'")
     spec = config.spec(*embedding.weight.shape, act=act or act_of(embedding.weight))
     check_rows(spec)

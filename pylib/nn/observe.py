@@ -41,7 +41,7 @@ class Observed:
 
 
 def calibrations(
-    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Any]
+    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Any], only_importance: bool = False
 ) -> Iterator[tuple[str, Observed]]:
     """Yields the calibration of each linear layer, and of each matrix of experts, in the order of `matrices_of`. Each
     is forgotten when the next is asked for.
@@ -49,12 +49,14 @@ def calibrations(
     The model is run on all inputs for a few layers at a time, so that their sums take little memory; and once more
     where experts got too few tokens. Raises QuantizeError for a linear layer that got none.
     """
-    for matrices in _batches(chain.from_iterable(matrices_of(name, layer) for name, layer in layers.items())):
-        found = _observe(model, matrices, inputs)
+    for matrices in _batches(
+        chain.from_iterable(matrices_of(name, layer) for name, layer in layers.items()), only_importance
+    ):
+        found = _observe(model, matrices, inputs, only_importance)
         few = [matrix for matrix in matrices if matrix.parameter and _is_short(found, matrix)]
         of_all = _observe(model, [replace(matrix, of_all=True) for matrix in few], inputs) if few else {}
         for matrix in matrices:
-            data = found.pop(matrix.name, None) or Calibration(_columns(matrix))
+            data = found.pop(matrix.name, None) or Calibration(_columns(matrix), "cpu", only_importance)
             if not matrix.parameter and not data.tokens:
                 raise QuantizeError(
                     f"{matrix.name}: no calibration input got here; use another, or leave the layer dense"
@@ -76,12 +78,12 @@ def _instead(own: Calibration, of_all: Calibration | None) -> Observed:
     return Observed(Calibration.from_hessian(hessian), own.tokens, "calibrated on those of all")
 
 
-def _batches(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
+def _batches(matrices: Iterable[Matrix], only_importance: bool) -> Iterator[list[Matrix]]:
     """Yields matrices, in order, whose sums fit MOST_BYTES together."""
     batch: list[Matrix] = []
     total = 0
     for matrix in matrices:
-        size = 8 * _columns(matrix) ** 2
+        size = 8 * _columns(matrix) ** (1 if only_importance else 2)
         if batch and total + size > MOST_BYTES:
             yield batch
             batch, total = [], 0
@@ -95,10 +97,15 @@ def _columns(matrix: Matrix) -> int:
     return matrix.weight.shape[1]
 
 
-def _observe(model: nn.Module, matrices: Sequence[Matrix], inputs: Sequence[Any]) -> dict[str, Calibration]:
+def _observe(
+    model: nn.Module, matrices: Sequence[Matrix], inputs: Sequence[Any], only_importance: bool = False
+) -> dict[str, Calibration]:
     """Returns the sums of some matrices' inputs over all inputs of the model, by the names of the matrices."""
     found: dict[str, Calibration] = {}
-    handles = [matrix.module.register_forward_pre_hook(_adding(found, matrix), with_kwargs=True) for matrix in matrices]
+    handles = [
+        matrix.module.register_forward_pre_hook(_adding(found, matrix, only_importance), with_kwargs=True)
+        for matrix in matrices
+    ]
     try:
         with evaluating(model):
             for index, given in enumerate(inputs):
@@ -109,13 +116,13 @@ def _observe(model: nn.Module, matrices: Sequence[Matrix], inputs: Sequence[Any]
     return found
 
 
-def _adding(found: dict[str, Calibration], matrix: Matrix) -> Any:
+def _adding(found: dict[str, Calibration], matrix: Matrix, only_importance: bool) -> Any:
     """Returns a hook that adds the inputs of a matrix to its calibration."""
 
     def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         x = matrix.inputs(*args, **kwargs)
         if matrix.name not in found:
-            found[matrix.name] = Calibration(_columns(matrix), x.device)
+            found[matrix.name] = Calibration(_columns(matrix), x.device, only_importance)
         with naming(matrix.name):
             found[matrix.name].add(x)
 

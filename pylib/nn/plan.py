@@ -23,7 +23,7 @@ from lowbit.pylib.nn.linear_like import as_linear, is_linear, is_transposed
 from lowbit.pylib.nn.owners import why_needed
 from lowbit.pylib.nn.packed_module import PackedModule, check_model
 from lowbit.pylib.nn.why_dense import NO_REASON, Reason
-from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+from lowbit.pylib.quantization.config import QuantConfig
 
 Configs = QuantConfig | Mapping[str, QuantConfig | None]
 Filter = Callable[[str, nn.Module], bool]
@@ -156,7 +156,7 @@ def _merged(planned: Sequence[Planned], embeddings: Sequence[Planned]) -> list[P
 def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     """Returns a plan with its spec; one that leaves the layer dense if no groups of this size divide its rows."""
     config = cast(QuantConfig, planned.config)
-    if config.method in CALIBRATED and isinstance(planned.module, nn.Embedding):
+    if config.needs_data and isinstance(planned.module, nn.Embedding):
         reason = f"{config.method} can't look at the inputs of an embedding; use 'hqq'"
         return replace(planned, config=None, reason=Reason(reason))
     if config.method == "awq" and is_experts(planned.module):

@@ -27,7 +27,7 @@ from lowbit.pylib.nn.quantize_planned import dense_row, quantized_module
 from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.nn.texts import tokenized
-from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import TORCH
 
@@ -147,27 +147,28 @@ class _Work:
 
     def _with_data(self) -> Iterator[tuple[Planned, Iterable[Observed]]]:
         """Yields modules, each with its calibration, or with those of its experts, to be used before the next is asked
-        for; those of AWQ have had theirs, and come last."""
-        entries = [entry for entry in self._calibrated if not _is_awq(entry)]
-        found = calibrations(self._model, {entry.names[0]: entry.module for entry in entries}, self._inputs)
-        for entry in entries:
-            yield entry, (seen for _, seen in islice(found, len(matrices_of(entry.names[0], entry.module))))
-        yield from ((entry, ()) for entry in self._calibrated if _is_awq(entry))
+        for. Those that need importances alone come last."""
+        for cheap in (False, True):
+            entries = [entry for entry in self._calibrated if _needs_only_importance(entry) is cheap]
+            layers = {entry.names[0]: entry.module for entry in entries}
+            found = calibrations(self._model, layers, self._inputs, cheap)
+            for entry in entries:
+                yield entry, (seen for _, seen in islice(found, len(matrices_of(entry.names[0], entry.module))))
 
 
 def _by_need(planned: Sequence[Planned]) -> tuple[deque[Planned], deque[Planned]]:
     """Returns the layers to quantize whose methods need calibration, and the others."""
     chosen = [entry for entry in planned if entry.config is not None]
-    needs = [cast(QuantConfig, entry.config).method in CALIBRATED for entry in chosen]
+    needs = [cast(QuantConfig, entry.config).needs_data for entry in chosen]
     return deque(compress(chosen, needs)), deque(entry for entry, need in zip(chosen, needs) if not need)
 
 
 def _check_calibration(calibrated: Sequence[Planned], inputs: Sequence[Any]) -> None:
     """Raises QuantizeError if layers need calibration and there is none."""
     if calibrated and not inputs:
-        method = cast(QuantConfig, calibrated[0].config).method
-        name = calibrated[0].names[0]
-        raise QuantizeError(f"{name}: method={method!r} needs calibration=, a list of inputs of the model")
+        config, name = cast(QuantConfig, calibrated[0].config), calibrated[0].names[0]
+        what = f"calibration={config.calibration!r}" if config.calibration else f"method={config.method!r}"
+        raise QuantizeError(f"{name}: {what} needs calibration=, a list of inputs of the model")
 
 
 def _is_doubtful(entry: Planned) -> bool:
@@ -177,6 +178,10 @@ def _is_doubtful(entry: Planned) -> bool:
     kind = TORCH[config.bilevel.scale if config.bilevel else config.scale_type]
     reach = float(abs(levels[isfinite(levels)]).max()) * torch.finfo(kind).max * DOUBT
     return any(p.is_meta or not float(p.abs().max()) < reach for p in entry.module.parameters(recurse=False))
+
+
+def _needs_only_importance(entry: Planned) -> bool:
+    return cast(QuantConfig, entry.config).calibration == "importance"
 
 
 def _is_awq(entry: Planned) -> bool:

@@ -45,16 +45,22 @@ def quantized_module(
         return _quantized_embedding(entry, entry.module, config, device)
     linear = as_linear(entry.module)
     scaled_before = config.method == "awq"
-    rounding = replace(config, method="rtn") if scaled_before else config
+    rounding = without_column_scales(config) if scaled_before else config
     columns = columns or ColumnScales()
     scales, rows = (each.get(entry.names[0]) for each in (columns.of, columns.rows))
     seen = next(iter(data), None)  # whose errors have names of their own
+    data_of_scaled = seen and (seen.data if scales is None else seen.data.divided(scales))
     with naming(entry.names[0]):
-        parts = linear.weight, linear.bias, entry.specs[0], rounding, seen and seen.data, device, scales, rows
+        parts = linear.weight, linear.bias, entry.specs[0], rounding, data_of_scaled, device, scales, rows
         layer, change = quantized_layer(*parts)
     note = columns.notes.get(entry.names[0], "")
     row = low_bit_row(_name(entry), config, [layer], change, _bytes(linear))
     return layer.train(linear.training), [replace(row, note=note, asked=entry.asked)]
+
+
+def without_column_scales(config: QuantConfig) -> QuantConfig:
+    """Returns how AWQ rounds a weight whose columns are scaled already, or have no scales."""
+    return replace(config, method="rtn", calibration="hessian" if config.clip == "output" else None)
 
 
 def _quantized_embedding(

@@ -12,10 +12,10 @@ from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.pylib.quantization import hqq, rtn
 from lowbit.pylib.quantization.awq import awq
 from lowbit.pylib.quantization.calibration import Calibration
-from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
-from lowbit.pylib.quantization.gptq import gptq, k_gptq
+from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.quantization.gptq import damped, gptq, k_gptq
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
-from lowbit.pylib.quantization.k_quants import KQuant, Numbers, k_quant
+from lowbit.pylib.quantization.k_quants import KQuant, Numbers, best_k_quant, k_quant
 from lowbit.pylib.quantization.quantized import QuantizedWeight
 from lowbit.pylib.quantization.scale_range import check_scales
 from lowbit.pylib.quantization.signround import signround
@@ -33,8 +33,8 @@ def quantize(
 
     weight        floats [n, k], any strides
     config        what to make of it; None: QuantConfig(), which is u4 in groups of 128, rounded to nearest
-    calibration   for "gptq", "awq", "signround" and "spqr": inputs of the layer [..., k], their Hessian [k, k] (the
-                  sum of x^T x), or a `Calibration`. Methods that need no data ignore it
+    calibration   for "gptq", "awq", "signround" and "spqr", and for QuantConfig(calibration=): inputs of the layer
+                  [..., k], their Hessian [k, k] (the sum of x^T x), or a `Calibration`. All else ignores it
 
     Raises QuantizeError for a weight that cannot be quantized (it says where a value is NaN or inf, or has a scale
     beyond its type, or that scales are below their type) and for a missing or wrong calibration, SpecError where groups
@@ -63,25 +63,42 @@ def _row_factors(weight: Tensor, config: QuantConfig) -> Tensor:
     return torch.where(factors > 0, factors, 1.0)
 
 
-def _quantized(
-    weight: Tensor, config: QuantConfig, calibration: Tensor | Calibration | None
-) -> QuantizedWeight:
+def _quantized(weight: Tensor, config: QuantConfig, calibration: Tensor | Calibration | None) -> QuantizedWeight:
     grid = Grid(config, weight.shape[1], weight.device)
-    if config.method in CALIBRATED:
+    if config.needs_data:
         return _calibrated(weight, grid, calibration)
-    if config.by_k_quant:
-        return _in_levels(config, k_quant(weight, grid))
     if config.method == "hqq":
         return _finish(config, by_chunks(lambda rows: hqq.hqq(rows, grid), weight, hqq.COPIES))
-    return _finish(config, by_chunks(lambda rows: rtn.rtn(rows, grid), weight, rtn.COPIES))
+    return _nearest(weight, grid)
+
+
+def _nearest(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
+    """Returns a weight rounded to nearest; errors of columns count by importances."""
+    if grid.config.by_k_quant:
+        return _in_levels(grid.config, k_quant(weight, grid, importance))
+    return _finish(grid.config, by_chunks(lambda rows: rtn.rtn(rows, grid, importance), weight, rtn.COPIES))
+
+
+def _by_output(weight: Tensor, grid: Grid, hessian: Tensor) -> QuantizedWeight:
+    """Returns a weight rounded to nearest, by the ranges that have the least output error."""
+    if grid.config.by_k_quant:
+        return _in_levels(grid.config, best_k_quant(weight, grid, hessian))
+    return _finish(grid.config, rtn.best_rounded(weight, grid, hessian))
 
 
 def _calibrated(weight: Tensor, grid: Grid, calibration: Tensor | Calibration | None) -> QuantizedWeight:
     config, k = grid.config, weight.shape[1]
     if calibration is None:
-        rule = f"method={config.method!r} needs calibration=, inputs of the layer [..., k={k}]"
+        what = f"calibration={config.calibration!r}" if config.calibration else f"method={config.method!r}"
+        rule = f"{what} needs calibration=, inputs of the layer [..., k={k}]"
         raise QuantizeError(f"{rule}; without any use 'hqq' or 'rtn'")
     data = Calibration.of(calibration, k, weight.device)
+    if config.calibration == "importance":
+        return _nearest(weight, grid, data.importance)
+    if data.only_importance:
+        raise QuantizeError("the calibration has importances alone; use QuantConfig(..., calibration='importance')")
+    if config.calibration == "hessian":
+        return _by_output(weight.float(), grid, damped(data.hessian, config.damping)[0].float())
     if config.method == "gptq":
         if config.by_k_quant:
             return _in_levels(config, k_gptq(weight, grid, data))

@@ -3,19 +3,26 @@
 Column j of the weight is multiplied by c_j and x_j divided by it: the same product, but a smaller relative error where
 inputs are large. c = (mean |x|)^alpha, normalized, with the alpha of a grid whose squared output error is least. The
 division of x goes into the layer before (`QuantizedWeight.fold_into`), or `prepare_input` does it.
+
+With `clip="output"`, alpha is found with whole ranges, which is fast; then each row takes the ranges with the least
+output error, and alpha = 0 stays where that is better after all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from lowbit.pylib.quantization.calibration import Calibration, output_errors
-from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks, chunks
-from lowbit.pylib.quantization.rtn import COPIES, rtn
+from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.rtn import COPIES, best_rounded, rounded, rtn, whole
 
 ALPHAS = [step / 20 for step in range(20)]
+Rounding = Callable[[Tensor, Grid, Tensor, Tensor], Codes]
+"""Rounds a weight [rows, k] whose columns are scaled, for a Hessian [k, k] of inputs before they are divided by the
+scales [k]."""
 
 
 def awq(weight: Tensor, grid: Grid, calibration: Calibration) -> tuple[Codes, Tensor]:
@@ -24,18 +31,17 @@ def awq(weight: Tensor, grid: Grid, calibration: Calibration) -> tuple[Codes, Te
     The output error is at most that of rounding to nearest, which is alpha = 0.
     """
     best = shared_scales([(weight, grid)], calibration)
-    return by_chunks(lambda rows: rtn(rows * best, grid), weight, COPIES), best
+    return _rounding(grid)(weight.float() * best, grid, calibration.hessian.float(), best), best
 
 
-def shared_scales(parts: Iterable[tuple[Tensor, Grid]], calibration: Calibration) -> Tensor:
+def shared_scales(parts: Sequence[tuple[Tensor, Grid]], calibration: Calibration) -> Tensor:
     """Returns the scales of the columns [k] whose output error is least, summed over weights that share their input."""
-    hessian, magnitude = calibration.hessian.float(), calibration.magnitude.float()
-    candidates = [column_scales(magnitude, alpha) for alpha in ALPHAS]
-    errors = [0.0] * len(candidates)
-    for weight, grid in parts:
-        for at, scales in enumerate(candidates):
-            errors[at] += _output_error(weight, grid, hessian, scales)
-    return candidates[errors.index(min(errors))]
+    magnitude, hessian = calibration.magnitude.float(), calibration.hessian.float()
+    scales = [column_scales(magnitude, alpha) for alpha in ALPHAS]
+    best = _least(scales, parts, hessian, lambda grid: _whole if grid.config.clip == "output" else _searched)
+    if all(grid.config.clip != "output" for _, grid in parts):
+        return best
+    return _least([torch.ones_like(best), best], parts, hessian, _rounding)
 
 
 def column_scales(magnitude: Tensor, alpha: float) -> Tensor:
@@ -44,10 +50,34 @@ def column_scales(magnitude: Tensor, alpha: float) -> Tensor:
     return scales / (scales.max() * scales.min()).sqrt()
 
 
-def _output_error(weight: Tensor, grid: Grid, hessian: Tensor, scales: Tensor) -> float:
-    total = 0.0
-    for rows in chunks(weight, COPIES):
-        part = weight[rows].float().contiguous()
-        rounded = grid.dequantize(rtn(part * scales, grid)) / scales
-        total += float(output_errors(part - rounded, hessian).double().sum())
-    return total
+def _least(
+    scales: Sequence[Tensor],
+    parts: Sequence[tuple[Tensor, Grid]],
+    hessian: Tensor,
+    rounding: Callable[[Grid], Rounding],
+) -> Tensor:
+    """Returns the scales with the least squared output error, the first of equal ones."""
+    errors = [sum(_error(weight, grid, hessian, each, rounding(grid)) for weight, grid in parts) for each in scales]
+    return scales[errors.index(min(errors))]
+
+
+def _error(weight: Tensor, grid: Grid, hessian: Tensor, scales: Tensor, rounding: Rounding) -> float:
+    """Returns the squared output error of a weight that is rounded with scaled columns."""
+    difference = grid.dequantize(rounding(weight.float() * scales, grid, hessian, scales)).div_(scales).sub_(weight)
+    return float(output_errors(difference, hessian).double().sum())
+
+
+def _rounding(grid: Grid) -> Rounding:
+    return _best if grid.config.clip == "output" else _searched
+
+
+def _best(weight: Tensor, grid: Grid, hessian: Tensor, scales: Tensor) -> Codes:
+    return best_rounded(weight, grid, hessian / scales[:, None] / scales)
+
+
+def _whole(weight: Tensor, grid: Grid, hessian: Tensor, scales: Tensor) -> Codes:
+    return by_chunks(lambda rows: rounded(rows, grid, whole(rows, grid)), weight, COPIES)
+
+
+def _searched(weight: Tensor, grid: Grid, hessian: Tensor, scales: Tensor) -> Codes:
+    return by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lowbit.dialect.errors import QuantizeError
 
+LEAST = 0.01  # of the mean importance, which every column has at least
+
 
 class Calibration:
     """Second moments of a layer's inputs.
@@ -19,14 +21,15 @@ class Calibration:
     Layers before this one may be quantized already. Then x are the inputs in the quantized model, and `reference` those
     of the same tokens in the float model; methods that can will make up for the difference.
 
-    hessian     [k, k] in f64: the sum of x^T x, half the Hessian of the layer's squared output error
+    hessian     [k, k] in f64: the sum of x^T x, half the Hessian of the layer's squared output error; with
+                only_importance=True [k], its diagonal alone, which takes little memory and time
     cross       [k, k] in f64: the sum of x^T reference; None if there was no reference
     magnitude   [k]: the mean of |x|
     tokens      how many rows of x were added
     """
 
-    def __init__(self, k: int, device: torch.device | str = "cpu") -> None:
-        self.hessian = torch.zeros(k, k, dtype=torch.float64, device=device)
+    def __init__(self, k: int, device: torch.device | str = "cpu", only_importance: bool = False) -> None:
+        self.hessian = torch.zeros(k if only_importance else (k, k), dtype=torch.float64, device=device)
         self.cross: Tensor | None = None
         self.tokens = 0
         self._summed_elsewhere = False
@@ -43,22 +46,37 @@ class Calibration:
         return self._absolute / max(self.tokens, 1)
 
     @property
+    def only_importance(self) -> bool:
+        """Whether only the diagonal of the Hessian is summed."""
+        return self.hessian.ndim == 1
+
+    @property
+    def importance(self) -> Tensor:
+        """[k] in f32: how much a squared error of each column counts: the mean of x^2, relative to its mean over the
+        columns, of which a hundredth is added for columns that inputs do not reach. Ones where all are 0."""
+        squares = self.hessian if self.only_importance else self.hessian.diagonal()
+        mean = squares.mean()
+        return (squares / mean + LEAST).float() if float(mean) > 0 else torch.ones_like(squares, dtype=torch.float32)
+
+    @property
     def is_short(self) -> bool:
         """Whether there are fewer tokens than columns: the rank of `hessian` is at most the number of tokens."""
-        return self.tokens < self.k and not self._summed_elsewhere
+        return self.tokens < self.k and not self._summed_elsewhere and not self.only_importance
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Count inputs [..., k], and those of the float model where they differ."""
         rows = self._rows("x", x)
         if (reference is None) != (self.cross is None) and self.tokens:
             raise QuantizeError("reference= must be given for all inputs of a calibration or for none")
+        if reference is not None and self.only_importance:
+            raise QuantizeError("reference= needs the Hessian; drop it, or only_importance=True")
         if reference is not None:
             others = self._rows("reference", reference)
             if others.shape != rows.shape:
                 raise QuantizeError(f"reference must be of x's tokens: {list(x.shape)}, not {list(reference.shape)}")
             cross = (rows.T @ others).double()
             self.cross = cross if self.cross is None else self.cross + cross
-        self.hessian += (rows.T @ rows).double()
+        self.hessian += rows.double().square_().sum(0) if self.only_importance else (rows.T @ rows).double()
         self._absolute += rows.abs().sum(0).double()
         self.tokens += len(rows)
 
@@ -89,6 +107,18 @@ class Calibration:
         return calibration
 
     @classmethod
+    def from_importance(cls, importance: Tensor) -> Calibration:
+        """Returns the calibration of importances [k] that were found elsewhere, such as those of an importance matrix
+        (the sums of x^2 of each column); only ratios matter."""
+        if importance.ndim != 1 or not bool((importance.isfinite() & (importance >= 0)).all()):
+            raise QuantizeError(f"importances must be finite numbers [k], none below 0, not {list(importance.shape)}")
+        calibration = cls(len(importance), importance.device, only_importance=True)
+        calibration.hessian += importance.double()
+        calibration._absolute += importance.double().sqrt()
+        calibration.tokens = 1
+        return calibration
+
+    @classmethod
     def of(cls, given: object, k: int, device: torch.device) -> Calibration:
         """Returns inputs [..., k], a symmetric [k, k] (a Hessian) or a Calibration as a Calibration on a device."""
         if isinstance(given, Calibration):
@@ -103,11 +133,20 @@ class Calibration:
         """Returns the same sums on another device; self if they are there already."""
         if self.hessian.device == device:
             return self
-        moved = Calibration(self.k, device)
+        moved = Calibration(self.k, device, self.only_importance)
         moved.hessian, moved._absolute = self.hessian.to(device), self._absolute.to(device)
         moved.cross, moved.tokens = None if self.cross is None else self.cross.to(device), self.tokens
         moved._summed_elsewhere = self._summed_elsewhere
         return moved
+
+    def divided(self, scales: Tensor) -> Calibration:
+        """Returns the sums of inputs that are divided by scales [k]."""
+        by = scales.double()
+        result = Calibration(self.k, self.hessian.device)
+        result.hessian, result._absolute = self.hessian / by[:, None] / by, self._absolute / by
+        result.cross = None if self.cross is None else self.cross / by[:, None]
+        result.tokens, result._summed_elsewhere = self.tokens, self._summed_elsewhere
+        return result
 
     def _checked(self, k: int) -> Calibration:
         if self.k != k:

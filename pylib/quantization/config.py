@@ -20,12 +20,13 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight_format import Scale, WeightFormat, Zeros
 
 Method = Literal["rtn", "hqq", "gptq", "awq", "signround", "spqr"]
-Clip = Literal["mse", "max"]
+Clip = Literal["output", "mse", "max", "ocp"]
 METHODS = ("rtn", "hqq", "gptq", "awq", "signround", "spqr")
 CALIBRATED = ("gptq", "awq", "signround", "spqr")  # methods that look at the inputs of the layer
 INTEGERS_ONLY = ("hqq", "signround", "spqr")
 FLOAT_ZEROS = ("hqq", "spqr")  # methods that choose zeros which are no integers
 BY_COLUMNS = ("gptq", "spqr")  # methods that round a column at a time, and have `beams`
+CLIPS = ("output", "mse", "max", "ocp")
 MAX_BEAMS = 1024
 VERSION = 1  # of `QuantConfig.to_dict`
 _OF_WEIGHT = ("weight", "group_size", "zeros", "scale")  # fields that every spec of a configuration has in common
@@ -50,9 +51,14 @@ class QuantConfig:
     table       the 2^b values of weight="lut<b>"
     row_scales  give every row an f32 factor, with which its largest scale is the largest of its type: for e4m3 scales
     symmetric   keep every zero at the middle of the codes (8 for u4 and integer zeros, 7.5 for float zeros)
-    clip        "mse": for each group, search the range whose squared error is least (SpQR: the codes of scale and zero
-                whose output error is least); "max": the whole range of the group, and for e8m0 scales the rule of the
-                MX specification
+    clip        "output": for each group, search the range with the least error, where errors count by what carries the
+                output: by the size of weights without data, by importances and by output errors with them; "mse":
+                search the range whose squared error is least; "max": the whole range of the group. For e8m0 scales
+                "max" is the rule of the MX specification, which is called "ocp", too. SpQR searches for the codes of
+                scale and zero whose output error is least with "output" and "mse" alike
+    calibration what rounding to nearest takes from calibration data: "importance", the mean square of each column's
+                inputs, by which errors count in the search (llama.cpp's importance matrix); "hessian": each row takes
+                those ranges that have the least output error. None: nothing, so that it needs no data
     damping     GPTQ and SpQR add this part of the mean diagonal to the diagonal of the Hessian
     beams       how many ways to round a row GPTQ and SpQR follow at a time; 1: the methods of the papers. More take
                 that much longer and lose less, and GPTQ then rounds columns in the order of `act_order`
@@ -81,7 +87,7 @@ class QuantConfig:
     method: Method | None = None
     table: tuple[float, ...] | None = None
     symmetric: bool = False
-    clip: Clip = "mse"
+    clip: Clip = "output"
     damping: float = 0.01
     steps: int = 200
     outlier_threshold: float | None = 0.2
@@ -94,12 +100,13 @@ class QuantConfig:
     beams: int = 1
     fold_scales: bool = False
     compute_from: int = 1
+    calibration: Literal["importance", "hessian"] | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None:
             choice("method", self.method, METHODS)
         boolean("act_order", self.act_order)
-        choice("clip", self.clip, ("mse", "max"))
+        choice("clip", self.clip, CLIPS)
         if self.group_size is not None:
             object.__setattr__(self, "group_size", _group_size(self.group_size))
         if self.zeros is None:
@@ -115,6 +122,7 @@ class QuantConfig:
             movable = self.zeros == "float" and not self.symmetric and self.dtype.kind in ("uint", "int")
             object.__setattr__(self, "method", "hqq" if movable else "rtn")
         self._check_method()
+        self._check_data()
 
     def _usual_zeros(self) -> Zeros:
         if self.method in FLOAT_ZEROS:
@@ -172,6 +180,20 @@ class QuantConfig:
             raise SpecError(f"scale={self.scale!r} can't be quantized with bilevel=; use a format of codes: {allowed}")
         if self.method == "spqr" and self.scale_type not in ("f16", "f32"):
             raise SpecError(f"method='spqr' has scales in f16, not {self.scale_type}; use scale='f16'")
+
+    def _check_data(self) -> None:
+        if self.calibration is not None:
+            choice("calibration", self.calibration, ("importance", "hessian"))
+            if self.method != "rtn":
+                rule = "is for method='rtn'; others look at all that they need"
+                raise SpecError(f"calibration={self.calibration!r} {rule}: drop it, or use 'rtn'")
+        if self.clip == "ocp" and self.scale_type != "e8m0":
+            raise SpecError(f"clip='ocp' is a rule for scale='e8m0', not {self.scale_type!r}; use clip='max'")
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether quantizing needs inputs of the layer."""
+        return self.method in CALIBRATED or self.calibration is not None
 
     @property
     def dtype(self) -> DType:
@@ -264,15 +286,17 @@ def _of_gguf(name: str) -> QuantConfig:
     return QuantConfig(**PRESET_SPECS[name])
 
 
+OF_GGUF = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
+
 PRESETS: Mapping[str, QuantConfig] = {
     "fp6_llm": QuantConfig("f6e3m2", None, clip="max"),  # FP6-LLM: scale = max|w| / 28 for each row
     "nf4": QuantConfig("nf4", 64, clip="max"),  # QLoRA: scale = max|w| for each 64 weights
-    "mxfp4": QuantConfig("f4e2m1", 32, scale="e8m0", clip="max"),  # the OCP specification of MX formats
+    "mxfp4": QuantConfig("f4e2m1", 32, scale="e8m0"),  # OCP MX; clip="ocp" has the scales of its examples
     "nvfp4": QuantConfig("f4e2m1", 16, scale="e4m3", row_scales=True),  # a factor per row, not one of the tensor
     "awq4": QuantConfig("u4", 128, method="awq"),
     "gptq4": QuantConfig("u4", 128, method="gptq"),
     "hqq4": QuantConfig("u4", 64, method="hqq"),
-    "spqr": QuantConfig("u3", 16, method="spqr", clip="max"),  # Dettmers et al., 2023
+    "spqr": QuantConfig("u3", 16, method="spqr", act_order=True),  # Dettmers et al., 2023, with codes tried out
     "signround2": QuantConfig("u2", 64, method="signround"),
-    **{name: _of_gguf(name) for name in ("q4_1", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")},
+    **{name: _of_gguf(name) for name in OF_GGUF},
 }

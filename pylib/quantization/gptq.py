@@ -24,10 +24,10 @@ from torch import Tensor
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.pylib.quantization.beams import BLOCK, Beam, settle
-from lowbit.pylib.quantization.calibration import Calibration, output_errors
+from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
-from lowbit.pylib.quantization.k_quants import KQuant, Pair, chosen, k_quant
-from lowbit.pylib.quantization.rtn import COPIES, rtn
+from lowbit.pylib.quantization.k_quants import KQuant, Pair, better_k_rows, k_candidates, k_quant
+from lowbit.pylib.quantization.rtn import COPIES, better_rows, candidates, rtn
 
 TINY = 1e-20  # the scale of groups that have the same weight everywhere, their offset
 
@@ -35,22 +35,23 @@ TINY = 1e-20  # the scale of groups that have the same weight everywhere, their 
 def gptq(weight: Tensor, grid: Grid, calibration: Calibration) -> Codes:
     """Returns the codes of a weight [rows, k]. No row has a larger output error than by rounding to nearest."""
     target, hessian = _problem(weight, grid, calibration)
-    importance = hessian.diagonal().float()
-    _, scales, zeros = by_chunks(lambda rows: rtn(rows, grid, importance), target, COPIES)
-    codes = _round_columns(target, grid, scales, zeros, hessian)
-    rounded = by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)
-    return better_rows(grid, target, hessian.float(), Codes(codes, scales, zeros), rounded)
+    best = by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)
+    order = _order(grid, hessian)
+    for _, scales, zeros in candidates(target, grid, hessian):
+        found = Codes(_round_columns(target, grid, scales, zeros, hessian, order), scales, zeros)
+        best = better_rows(grid, target, hessian.float(), found, best)
+    return best
 
 
 def k_gptq(weight: Tensor, grid: Grid, calibration: Calibration) -> KQuant:
     """Returns a weight [rows, k] with the scales and offsets of K-quants, which are chosen before codes. No row has a
     larger output error than by rounding to nearest."""
     target, hessian = _problem(weight, grid, calibration)
-    pair = k_quant(target, grid, hessian.diagonal().float()).pair
-    new = KQuant(_round_columns(target, grid, *_with_zeros(pair), hessian), pair)
-    old = k_quant(weight, grid)
-    new_error, old_error = (output_errors(target - each.dequantize(grid), hessian.float()) for each in (new, old))
-    return chosen(new_error < old_error, new, old)
+    best, order = k_quant(weight, grid), _order(grid, hessian)
+    for pair in k_candidates(target, grid, hessian):
+        found = KQuant(_round_columns(target, grid, *_with_zeros(pair), hessian, order), pair)
+        best = better_k_rows(grid, target, hessian.float(), found, best)
+    return best
 
 
 def _with_zeros(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -100,11 +101,17 @@ def corrected(weight: Tensor, hessian: Tensor, cross: Tensor, damping: float) ->
     return torch.cholesky_solve(wanted, _cholesky(hessian)).T.float().contiguous()
 
 
-def _round_columns(weight: Tensor, grid: Grid, scales: Tensor, zeros: Tensor, hessian: Tensor) -> Tensor:
+def _order(grid: Grid, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the order in which columns are rounded, and the U of that order in f32."""
+    order, u = ordered_factor(hessian) if grid.config.beams > 1 else _factor_of_largest_first(hessian)
+    return order, u.float()
+
+
+def _round_columns(
+    weight: Tensor, grid: Grid, scales: Tensor, zeros: Tensor, hessian: Tensor, order_and_u: tuple[Tensor, Tensor]
+) -> Tensor:
     """Returns the codes [rows, k]."""
-    beams = grid.config.beams
-    order, u = ordered_factor(hessian) if beams > 1 else _factor_of_largest_first(hessian)
-    u = u.float()
+    beams, (order, u) = grid.config.beams, order_and_u
     rest = weight.T[order].contiguous()  # a column of the weight is a row here, next to which nothing else lies
     s, z, groups = scales.T.contiguous(), zeros.T.contiguous(), order // grid.group_size
     levels = torch.empty_like(rest)
@@ -187,11 +194,3 @@ def _cholesky(matrix: Tensor) -> Tensor:
     if failed:
         raise QuantizeError("the Hessian is not positive definite, damping included; raise damping=, or pass inputs")
     return lower
-
-
-def better_rows(grid: Grid, target: Tensor, hessian: Tensor, new: Codes, old: Codes) -> Codes:
-    """Returns for each row the codes with the smaller output error."""
-    new_error, old_error = (output_errors(target - grid.dequantize(codes), hessian) for codes in (new, old))
-    better = (new_error < old_error)[:, None]
-    codes, scales, zeros = (torch.where(better, a, b) for a, b in zip(new, old))
-    return Codes(codes, scales, zeros)

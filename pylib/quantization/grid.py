@@ -64,7 +64,7 @@ class Grid:
     """
 
     def __init__(self, config: QuantConfig, k: int, device: torch.device) -> None:
-        self.config = config
+        self.config, self.k, self.device = config, k, device
         self.group_size = config.group_size or k
         self.integer = config.dtype.kind in ("uint", "int")
         self.code_type = torch.int8 if config.dtype.kind == "int" else torch.uint8
@@ -142,12 +142,13 @@ class Grid:
     def fit(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Returns scales and zeros with which the levels span low..high, each [rows, groups].
 
-        Where the zero is fixed, the scale is the least one that clips neither end.
+        Where the zero is fixed, the scale is the least one that clips neither end; where low is above high, the levels
+        run from high down to low, by a scale below 0.
         """
         if self.config.zeros == "none" or self.config.symmetric:
             middle = self._middle()
-            scales = self._round_scales(self.reach(low, high, middle))
-            return scales, torch.full_like(scales, middle)
+            scales = self._round_scales(self.reach(torch.minimum(low, high), torch.maximum(low, high), middle))
+            return torch.where(low > high, -scales, scales), torch.full_like(scales, middle)
         if self.config.zeros == "int":  # 0 stays exact, and the zero within the codes
             low, high = low.clamp(max=0), high.clamp(min=0)
         scales = (high - low) / ((self.most - self.least) or 1.0)
@@ -155,6 +156,14 @@ class Grid:
             scales = torch.maximum(scales, torch.maximum(high.abs(), low.abs()) / FLAT)
         scales = self._round_scales(scales)
         return scales, self.round_zeros(self.least - low / scales)
+
+    @property
+    def has_a_longer_side(self) -> bool:
+        """Whether the levels reach farther on one side of a fixed zero, so that scales of either sign are of use."""
+        if not (self.config.zeros == "none" or self.config.symmetric):
+            return False
+        middle, signed = self._middle(), self.config.scale_type in ("f16", "bf16", "f32")
+        return signed and middle - self.least != self.most - middle
 
     def _middle(self) -> float:
         """Returns the zero of a grid whose zeros are all the same."""
@@ -165,7 +174,7 @@ class Grid:
     def reach(self, low: Tensor, high: Tensor, zero: float) -> Tensor:
         """Returns the least scale with which no end of low..high is clipped."""
         below, above = zero - self.least, self.most - zero
-        if self.config.scale_type == "e8m0" and self.config.clip == "max":
+        if self.config.scale_type == "e8m0" and self.config.clip in ("max", "ocp"):
             # MX: 2^(floor(log2 max|w|) - floor(log2 of the largest level)).
             low, high = -_power_below(-low), _power_below(high)
             ends = torch.tensor([below, above], dtype=torch.float32, device="cpu")

@@ -15,6 +15,7 @@ Scale and offset are rounded to what kernels will multiply with before the codes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, product, repeat
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.formats.dtypes import dtype
+from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Grid, each_chunk
+from lowbit.pylib.quantization.losses import counts, has_correlations, importance_of
 from lowbit.pylib.torch_types import TORCH
 
 COPIES = 8  # temporaries of the search in f32, for each weight
@@ -78,13 +81,41 @@ def k_quant(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> KQu
 
     importance   [k]: squared errors of a column count so much in the search; None: all columns alike
     """
-    parts = each_chunk(lambda rows: _searched(weight[rows].float(), grid, importance), weight, COPIES)
+    parts = each_chunk(lambda rows: _searched(weight[rows].float().contiguous(), grid, importance), weight, COPIES)
     return _combined(lambda *tensors: torch.cat(tensors), *parts)
 
 
 def chosen(where: Tensor, new: KQuant, old: KQuant) -> KQuant:
     """Returns the new rows where they are wanted, bool [rows], and the old ones elsewhere."""
     return _combined(lambda a, b: torch.where(where[:, None], a, b), new, old)
+
+
+def k_candidates(weight: Tensor, grid: Grid, hessian: Tensor) -> Iterator[Pair]:
+    """Yields scales and offsets among which GPTQ chooses: searched ones with importances, and for `clip="output"` those
+    of whole ranges."""
+    yield k_quant(weight, grid, importance_of(hessian)).pair
+    if grid.config.clip == "output" and has_correlations(hessian):
+        yield k_quant(weight, whole_ranges(grid)).pair
+
+
+def best_k_quant(weight: Tensor, grid: Grid, hessian: Tensor) -> KQuant:
+    """Returns a weight [rows, k] in f32, quantized; each row takes the scales and offsets with the least output
+    error."""
+    best = k_quant(weight, grid)
+    for pair in k_candidates(weight, grid, hessian):
+        best = better_k_rows(grid, weight, hessian, _Search(weight, grid, None).finish(pair), best)
+    return best
+
+
+def better_k_rows(grid: Grid, target: Tensor, hessian: Tensor, new: KQuant, old: KQuant) -> KQuant:
+    """Returns for each row of a weight the one with the smaller output error."""
+    new_error, old_error = (output_errors(target - each.dequantize(grid), hessian) for each in (new, old))
+    return chosen(new_error < old_error, new, old)
+
+
+def whole_ranges(grid: Grid) -> Grid:
+    """Returns a grid that takes the whole range of each group."""
+    return Grid(replace(grid.config, clip="max"), grid.k, grid.device)
 
 
 def _combined(combine: Callable[..., Tensor], *parts: Any) -> Any:
@@ -98,7 +129,7 @@ def _searched(weight: Tensor, grid: Grid, importance: Tensor | None) -> KQuant:
     """Returns some rows of a weight, in f32, quantized."""
     search = _Search(weight, grid, importance)
     best = search.coded(*search.whole_ranges())
-    if grid.config.clip == "mse":
+    if grid.config.clip != "max":
         best = search.better(best, search.with_neighbours(search.coded(*search.fitted())))
     return search.finish(best)
 
@@ -112,7 +143,7 @@ class _Search:
     def __init__(self, weight: Tensor, grid: Grid, importance: Tensor | None) -> None:
         self.grid, self.level = grid, grid.config.bilevel
         self.groups = grid.groups(weight)
-        self.importance = weight.new_ones(()) if importance is None else importance.view(-1, grid.group_size)
+        self.importance = counts(weight, grid, importance)
         self.has_offsets = grid.config.zeros == "offset"
         self.kind = TORCH[self.level.scale if self.level else grid.config.scale_type]
         codes = dtype(grid.config.scale_type).values() if self.level else None

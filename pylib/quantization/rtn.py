@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from lowbit.pylib.quantization.grid import Codes, Grid
+from lowbit.pylib.quantization.calibration import output_errors
+from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.losses import (
+    POWER,
+    SAFE_POWER,
+    Loss,
+    counted,
+    counts,
+    has_correlations,
+    importance_of,
+    of_output,
+)
 
-RATIOS = [1 - 0.02 * step for step in range(41)]  # of a group's range, 1 to 0.2
+RATIOS = [1 - 0.02 * step for step in range(41)]  # of a group's range, 1 to 0.2, for `clip="mse"`
+COARSE, FINE = [1 - 0.08 * step for step in range(11)], (0.04, 0.02, 0.01, 0.005)
+"""The same for `clip="output"`, and by which part the best so far is then changed: half the work, and less loss."""
 COPIES = 6  # temporaries of the search in f32, for each weight
+
+
+class Range(NamedTuple):
+    """The range that the levels of each group span, each [rows, groups].
+
+    scales, zeros   as `Grid.fit` returns them
+    ratio           the part of the group's own range; below 0 where the levels run from its upper end downwards
+    """
+
+    scales: Tensor
+    zeros: Tensor
+    ratio: Tensor
 
 
 def rtn(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Codes:
@@ -16,33 +44,86 @@ def rtn(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Codes:
 
     importance   [k]: squared errors of a column count so much in the search; None: all columns alike
     """
-    scales, zeros, _ = search(weight, grid, importance)
-    return grid.quantize(weight, scales, zeros)
+    return rounded(weight, grid, search(weight, grid, importance))
 
 
-def search(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scales, zeros, and the parts of the groups' ranges that they span, each [rows, groups]."""
-    groups = grid.groups(weight)
-    low, high = groups.aminmax(dim=-1)
-    scales, zeros = grid.fit(low, high)
-    best_ratio = torch.ones_like(scales)
-    if grid.config.clip == "max":
-        return scales, zeros, best_ratio
-    weights = None if importance is None else importance.view(-1, grid.group_size)
-    best = _squared(grid, groups, scales, zeros, weights)
-    for ratio in RATIOS[1:]:
-        s, z = grid.fit(low * ratio, high * ratio)
-        error = _squared(grid, groups, s, z, weights)
-        better = error < best
-        best = torch.where(better, error, best)
-        scales, zeros = torch.where(better, s, scales), torch.where(better, z, zeros)
-        best_ratio.masked_fill_(better, ratio)
-    return scales, zeros, best_ratio
+def rounded(weight: Tensor, grid: Grid, span: Range) -> Codes:
+    """Returns the nearest codes for a range of each group."""
+    return grid.quantize(weight, span.scales, span.zeros)
 
 
-def _squared(grid: Grid, groups: Tensor, scales: Tensor, zeros: Tensor, importance: Tensor | None) -> Tensor:
-    """Returns the squared error of each group."""
-    squares = grid.errors(groups, scales, zeros).square_()
-    if importance is not None:
-        squares *= importance
-    return squares.sum(-1)
+def search(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Range:
+    """Returns the range of each group that `clip` asks for."""
+    if grid.config.clip in ("max", "ocp"):
+        return whole(weight, grid)
+    power = SAFE_POWER if importance is None else POWER
+    return least(weight, grid, counted(counts(weight, grid, importance, power)))
+
+
+def whole(weight: Tensor, grid: Grid) -> Range:
+    """Returns the whole range of each group."""
+    scales, zeros = grid.fit(*grid.groups(weight).aminmax(dim=-1))
+    return Range(scales, zeros, torch.ones_like(scales))
+
+
+def least(weight: Tensor, grid: Grid, loss: Loss) -> Range:
+    """Returns the range of each group that has the least loss: parts of its own, then others near the best of these."""
+    search = _Search(weight, grid, loss)
+    coarse, fine = (COARSE, FINE) if grid.config.clip == "output" else (RATIOS, ())
+    both = grid.config.clip == "output" and grid.has_a_longer_side
+    for ratio in [*coarse[1:], *(-ratio for ratio in coarse if both)]:
+        search.visit(torch.full_like(search.best.ratio, ratio))
+    for step in fine:
+        best = search.best.ratio
+        search.visit(best * (1 + step))
+        search.visit(best * (1 - step))
+    return search.best
+
+
+class _Search:
+    """The best ranges of some groups so far."""
+
+    def __init__(self, weight: Tensor, grid: Grid, loss: Loss) -> None:
+        self._grid, self._loss, self._groups = grid, loss, grid.groups(weight)
+        self._low, self._high = self._groups.aminmax(dim=-1)
+        self.best = whole(weight, grid)
+        self._least = self._losses(self.best)
+
+    def visit(self, ratio: Tensor) -> None:
+        """Take for each group this part of its own range if its loss is less."""
+        found = Range(*self._grid.fit(self._low * ratio, self._high * ratio), ratio)
+        losses = self._losses(found)
+        better = losses < self._least
+        self._least = torch.where(better, losses, self._least)
+        self.best = Range(*(torch.where(better, new, old) for new, old in zip(found, self.best)))
+
+    def _losses(self, found: Range) -> Tensor:
+        return self._loss(self._grid.errors(self._groups, found.scales, found.zeros))
+
+
+def candidates(weight: Tensor, grid: Grid, hessian: Tensor) -> Iterator[Codes]:
+    """Yields a weight [rows, k] rounded by the ranges among which methods with data choose: searched ones with
+    importances, and for `clip="output"` whole ones, and those with the least output error of each group. None is best
+    for all rows, as errors of groups add up in different ways."""
+    importance = importance_of(hessian)
+    yield by_chunks(lambda rows: rtn(rows, grid, importance), weight, COPIES)
+    if grid.config.clip == "output" and has_correlations(hessian):
+        by_group = of_output(hessian, grid)
+        yield by_chunks(lambda rows: rounded(rows, grid, whole(rows, grid)), weight, COPIES)
+        yield by_chunks(lambda rows: rounded(rows, grid, least(rows, grid, by_group)), weight, COPIES)
+
+
+def best_rounded(weight: Tensor, grid: Grid, hessian: Tensor) -> Codes:
+    """Returns a weight [rows, k] in f32, rounded to nearest; each row takes the ranges with the least output error."""
+    best = by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)
+    for found in candidates(weight, grid, hessian):
+        best = better_rows(grid, weight, hessian, found, best)
+    return best
+
+
+def better_rows(grid: Grid, target: Tensor, hessian: Tensor, new: Codes, old: Codes) -> Codes:
+    """Returns for each row the codes with the smaller output error."""
+    new_error, old_error = (output_errors(target - grid.dequantize(codes), hessian) for codes in (new, old))
+    better = (new_error < old_error)[:, None]
+    codes, scales, zeros = (torch.where(better, a, b) for a, b in zip(new, old))
+    return Codes(codes, scales, zeros)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lowbit.pylib.quantization.calibration import Calibration, output_errors
-from lowbit.pylib.quantization.gptq import better_rows
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks, straight
-from lowbit.pylib.quantization.rtn import rtn, search
+from lowbit.pylib.quantization.rtn import better_rows, rtn, search
 
 COPIES = 16
 
@@ -33,7 +32,7 @@ def _learn(weight: Tensor, grid: Grid, hessian: Tensor) -> Codes:
     groups = grid.groups(weight)
     low, high = groups.aminmax(dim=-1)
     best = rounded = rtn(weight, grid)
-    ratio = search(weight, grid)[2]
+    ratio = search(weight, grid).ratio.abs().clamp_(max=1)
     offsets, a, b = torch.zeros_like(groups), ratio, ratio.clone()
     least = weight.new_full((len(weight), 1), torch.inf, dtype=torch.float32)
     for step in range(grid.config.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,8 +141,10 @@ def test_siblings_share_their_scales() -> None:
 def test_scales_go_into_linear_layers(method: str) -> None:
     """The value's rows are divided for the output's columns, and those of up for down, however they are rounded."""
     model, dense = (llama(num_key_value_heads=4, num_hidden_layers=2, mlp_bias=True) for _ in range(2))
-    sources = {"*.v_proj": QuantConfig("u8", 32, method=method), "*.up_proj": QuantConfig("u8", 32, method=method)}
-    report = lowbit.quantize_(model, {**sources, "*": QuantConfig("u8", 32, method="awq")}, calibration=INPUTS)
+    sources = dict.fromkeys(("*.v_proj", "*.up_proj"), QuantConfig("u8", 32, method=method, clip="mse"))
+    report = lowbit.quantize_(
+        model, {**sources, "*": QuantConfig("u8", 32, method="awq", clip="mse")}, calibration=INPUTS
+    )
     for layer in ("0", "1"):
         for source, target in (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj")):
             source, target = (f"model.layers.{layer}.{name}" for name in (source, target))
@@ -165,7 +168,7 @@ def test_layers_that_take_no_factor_stay() -> None:
 
 
 def test_scales_pass_a_relu() -> None:
-    report = lowbit.quantize_(encoder(post=False), AWQ, calibration=X)
+    report = lowbit.quantize_(encoder(post=False), replace(AWQ, clip="mse"), calibration=X)
     assert report["down"].note == "column scales are in up"
 
 
