@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.pylib.quantization.cells import Cells
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.weights.packed import TORCH
 
@@ -74,7 +75,8 @@ class Grid:
         if not self.integer:
             self._values = torch.from_numpy(np.nan_to_num(values)).float().to(device)
             bounds, codes = _decisions(config)
-            self._bounds, self._codes = torch.from_numpy(bounds).to(device), torch.from_numpy(codes).to(device)
+            self._cells, self._codes = Cells(torch.from_numpy(bounds).to(device)), torch.from_numpy(codes).to(device)
+            self._levels = self._values[self._codes.int()]  # in ascending order
 
     def groups(self, weight: Tensor) -> Tensor:
         """Returns a weight [rows, k] as [rows, groups, group_size]."""
@@ -84,17 +86,17 @@ class Grid:
         """Returns the codes of the levels nearest to x; ties go to the even code."""
         if self.integer:
             return x.round().clamp_(self.least, self.most).to(self.code_type)
-        return self._codes[torch.bucketize(x.contiguous(), self._bounds, out_int32=True)]
+        return taken(self._codes, self._cells.find(x))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Returns the levels that codes stand for, in f32."""
-        return codes.float() if self.integer else self._values[codes.int()]
+        return codes.float() if self.integer else taken(self._values, codes.int())
 
     def nearest(self, x: Tensor) -> Tensor:
         """Returns the levels nearest to x; x may be overwritten."""
         if self.integer:
             return x.round_().clamp_(self.least, self.most)
-        return self._nearest_float(x) if self.config.dtype.mantissa else self.decode(self.encode(x))
+        return self._nearest_float(x) if self.config.dtype.mantissa else taken(self._levels, self._cells.find(x))
 
     def _nearest_float(self, x: Tensor) -> Tensor:
         """Returns the levels of a float format with a mantissa that are nearest to x, in place of x.
@@ -114,10 +116,9 @@ class Grid:
         if self.integer:
             first = x.round().clamp_(self.least, self.most)
             return torch.stack([first, _neighbour(first, x > first, self.least, self.most)], dim=-1)
-        levels = self._values[self._codes.int()]
-        first = torch.bucketize(x, self._bounds, out_int32=True)
-        second = _neighbour(first, x > levels[first], 0, len(levels) - 1)
-        return levels[torch.stack([first, second], dim=-1)]
+        first = self._cells.find(x)
+        second = _neighbour(first, x > taken(self._levels, first), 0, len(self._levels) - 1)
+        return taken(self._levels, torch.stack([first, second], dim=-1))
 
     def quantize(self, weight: Tensor, scales: Tensor, zeros: Tensor) -> Codes:
         """Returns the nearest codes of a weight [rows, k] for scales and zeros [rows, groups]."""
@@ -202,6 +203,11 @@ class Grid:
         # Beside 8-bit scales zeros have the activation's type: bf16 values are exact in f16, too.
         kind = self.config.scale_type if self.config.scale_type in ("f16", "f32") else "bf16"
         return straight(zeros, zeros.detach().to(TORCH[kind]).float())
+
+
+def taken(table: Tensor, at: Tensor) -> Tensor:
+    """Returns the numbers of a table at these places; on a CPU in a fifth of the time of indexing."""
+    return table.index_select(0, at.flatten()).view(at.shape)
 
 
 def _neighbour(at: Tensor, above: Tensor, least: float, most: float) -> Tensor:

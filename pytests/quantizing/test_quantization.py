@@ -20,7 +20,9 @@ from torch import Tensor
 
 import lowbit
 from lowbit.dialect.formats.dtypes import all_names, dtype
+from lowbit.dialect.presets import IQ4_TABLE, dynamic_table
 from lowbit.pylib.quantization import grid as grid_module
+from lowbit.pylib.quantization.cells import Cells
 from lowbit.pylib.quantization.config import FLOAT_ZEROS, METHODS, PRESETS
 from lowbit.pylib.quantization.grid import Grid
 from lowbit.pylib.quantization.hqq import NORM
@@ -194,6 +196,23 @@ def best_error(group: np.ndarray, t: Any, config: lowbit.QuantConfig) -> float:
             zero = round(-min(low, 0) / scale)
         least = min(least, np.square(scale * (t.decode(t.encode(group / scale + zero)) - zero) - group).sum())
     return least
+
+
+@pytest.mark.parametrize("name", ["nf4", "iq4", "f2e2m0", "far", "two", "dynamic"])
+def test_cells_are_those_of_bucketize(name: str) -> None:
+    """Next to every bound and to every edge of a cell, far outside, and for infinities."""
+    tables: dict[str, list[float]] = {
+        "nf4": dtype("nf4").values().tolist(), "iq4": [float(x) for x in IQ4_TABLE], "f2e2m0": [-2.0, -1.0, 0.5, 1.0],
+        "far": [-1e30, 0.0, 1e30], "two": [0.1, 0.3], "dynamic": sorted(dynamic_table()),
+    }  # fmt: skip
+    bounds = torch.tensor(tables[name])
+    cells = Cells(bounds)
+    edges = torch.linspace(float(bounds[0]), float(bounds[-1]), 5000)
+    inf = torch.tensor(torch.inf)
+    near = [bounds, bounds.nextafter(inf), bounds.nextafter(-inf), edges, edges.nextafter(inf), 3 * edges]
+    x = torch.cat([*near, torch.tensor([-1e38, 1e38, -torch.inf, torch.inf, 0.0, -0.0])])
+    assert torch.equal(cells.find(x), torch.bucketize(x, bounds, out_int32=True))
+    assert int(cells.find(torch.tensor([torch.nan]))) in range(len(bounds) + 1)
 
 
 def test_search_beats_the_whole_range() -> None:
