@@ -67,6 +67,7 @@ class _Exporter:
             "capability": self.target.capability,
             "runs_later": self.target.runs_later,
             "shared_per_block": self.target.max_shared_per_block,
+            "rounds_weights": not self.wide_range and self.spec.for_rows(1).compute is None,
             "ranges": ranges,
             "dequantize": self._dequantize(),
             "prepack": self._prepack(),

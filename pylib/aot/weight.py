@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lowbit.dialect.bilevel import integers_of, least_code
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.weights import saved
+from lowbit.pylib.weights.value_range import finite_values
 from lowbit.pylib.weights.values import least
 
 
@@ -16,6 +20,7 @@ def weight_to_dict(spec: MatmulSpec) -> dict[str, Any]:
     return {
         "packing": _packing(spec),
         "tensors": [_tensor(slot) for slot in spec.tensors],
+        "range": _range_of_values(spec),
         "given": [] if spec.folds else [_given(spec, slot) for slot in spec.given_tensors],
         "saved": saved.text_of(spec),
         "same": [*saved.WEIGHT_FIELDS],
@@ -39,6 +44,29 @@ def _packing(spec: MatmulSpec) -> dict[str, Any]:
         "gated": spec.is_gated,
         "experts": spec.experts,
     }
+
+
+def _range_of_values(spec: MatmulSpec) -> dict[str, Any]:
+    """What tells the values of a weight, by which they are compared with the act type (`pylib.weights.value_range`).
+
+    They are the bits of f32: those of codes in the order in which these are stored, and of places in a table of scales.
+    Without `values` a code is its number, counted from `low`.
+    """
+    bilevel, blocks = spec.bilevel, [slot for slot in spec.given_tensors if slot.index == "block"]
+    integer = spec.dtype.kind in ("uint", "int")
+    return {
+        "values": [] if integer else _bits(np.roll(finite_values(spec), -least(spec))),
+        "low": least(spec),
+        "float_zeros": spec.zeros == "float",
+        "table": _bits(np.array(bilevel.table)) if bilevel and bilevel.table else [],
+        "block_groups": bilevel.groups if bilevel else 1,
+        "blocks": blocks[0].shape[1] if blocks else 1,
+        "lanes": blocks[0].shape[2] if blocks else 1,
+    }
+
+
+def _bits(values: NDArray[Any]) -> list[int]:
+    return values.astype(np.float32).view(np.uint32).tolist()
 
 
 def _tensor(slot: TensorSlot) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec, interned
@@ -52,11 +53,21 @@ SPECS: dict[str, MatmulSpec] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all specs. They share the code of one: packing needs none."""
-    path, files = tmp_path_factory.mktemp("packing"), Files()
+    return written(tmp_path_factory.mktemp("packing"))
+
+
+@pytest.fixture(scope="module")
+def rounding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As if its kernels rounded weights, as those for GPUs do."""
+    return written(tmp_path_factory.mktemp("rounding"), rounds_weights=True)
+
+
+def written(path: Path, **about: bool) -> Path:
+    """Returns a folder with all specs. They share the code of one: packing needs none."""
+    files = Files()
     code = matmul_to_dict(S(16, 16, "u1"), "code", [parse_target("cpu")], files)["targets"]
     for target in code:
-        target["operands"] = ["codes"]
+        target.update(operands=["codes"], **about)
     described = [matmul_to_dict(interned(spec), name, [], files) | {"targets": code} for name, spec in SPECS.items()]
     files.write(path, {"manifest": MANIFEST_VERSION, "packing": saved.FORMAT, "matmuls": described})
     return path
@@ -106,3 +117,64 @@ def test_packing_without_codes(folder: Path) -> None:
         assert all(np.array_equal(packed[each].numpy(), as_bytes(w[each])) for each in w if each != "codes")
         with pytest.raises(Failed, match="codes are missing"):
             mm.pack(given)
+
+
+def test_ranges_without_codes(rounding: Path) -> None:
+    given = given_in_c(random_inputs(SPECS["odd_u8"], 1)[1])
+    del given["codes"]
+    with CMatmul(rounding, "odd_u8") as mm:
+        mm.pack(given, without="codes")
+        given["scales"] = torch.full_like(given["scales"], 300.0)
+        with pytest.raises(Failed, match="row 0 of the weight may have numbers beyond"):
+            mm.pack(given, without="codes")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_ranges_of_values(rounding: Path, name: str, tmp_path: Path) -> None:
+    """Weights are refused where Python calls their range wide: large ones, small ones, and with a few codes alone."""
+    spec = SPECS[name]
+    with CMatmul(rounding, name) as mm:
+        for factor in (1.0, 2.0**7, 2.0**-14, 2.0**-24):
+            tensors = random_inputs(spec, 1, seed=3)[1]
+            floats = {each: t for each, t in tensors.items() if each.endswith("scales") and t.is_floating_point()}
+            scaled = {each: (t.float() * factor).to(t.dtype) for each, t in floats.items()}
+            try:
+                w = pack(spec, **(tensors | scaled))
+            except PackError:
+                continue  # beyond the scale's type
+            save_file(w.state_dict(), tmp_path / "w")
+            if w.wide_range:
+                with pytest.raises(Failed, match=r"has numbers beyond the range of x's type.*--wide-range"):
+                    mm.load(tmp_path / "w")
+            else:
+                assert mm.load(tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "codes", "wide"),
+    [
+        ("odd_u8", 300.0, 255, True),
+        ("odd_u8", 300.0, 100, False),
+        ("every_i4", 9000.0, 7, False),
+        ("every_i4", 9000.0, -8, True),
+        ("every_nf4", 65504.0, 15, False),
+        ("every_f6e3m2", 4000.0, 31, True),
+        ("every_u4", 2**-16, 3, True),
+        ("every_u4", 2**-16, 0, False),
+        ("every_u4", 2**-16, 4, False),
+    ],
+)
+def test_the_edges_of_ranges(rounding: Path, name: str, scale: float, codes: int, wide: bool) -> None:
+    spec = SPECS[name]
+    _, tensors = random_inputs(spec, 1)
+    tensors["codes"] = torch.full_like(tensors["codes"], codes)
+    tensors["scales"] = torch.full_like(tensors["scales"], scale)
+    if "zeros" in tensors:
+        tensors["zeros"] = torch.zeros_like(tensors["zeros"])
+    assert pack(spec, **tensors).wide_range == wide
+    with CMatmul(rounding, name) as mm:
+        if not wide:
+            mm.pack(given_in_c(tensors))
+            return
+        with pytest.raises(Failed, match="row 0 of the weight has numbers beyond the range"):
+            mm.pack(given_in_c(tensors))

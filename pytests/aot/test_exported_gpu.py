@@ -146,7 +146,7 @@ def test_every_number_of_rows_has_a_kernel_of_ours(folders: dict[tuple[str, str]
     ends = [(each["first"], each["last"]) for each in target["ranges"]]
     assert ends[0][0] == 1 and ends[-1][1] is None
     assert all(first == last + 1 for (_, last), (first, _) in pairwise(ends))
-    assert all(each["launches"] for each in target["ranges"])
+    assert all(each["launches"] for each in target["ranges"]) and target["rounds_weights"]
 
 
 def test_weights_of_a_wide_range(tmp_path: Path) -> None:
@@ -156,7 +156,8 @@ def test_weights_of_a_wide_range(tmp_path: Path) -> None:
     tensors["scales"] = tensors["scales"] * 1e7
     w = pack(spec, **tensors)
     assert w.wide_range
-    lowbit.export({"it": spec}, "sm_80", tmp_path, wide_range=True)
+    manifest = lowbit.export({"it": spec}, "sm_80", tmp_path, wide_range=True)
+    assert not manifest["matmuls"][0]["targets"][0]["rounds_weights"]
     x = x * 1e-4
     y, _ = run(tmp_path, spec, "sm_80", x, w)
     assert torch.allclose(y.double(), x.double() @ w.dequantize().double().T, rtol=1e-2, atol=2.0)

@@ -91,8 +91,9 @@ typedef struct {
     int64_t count;
 } lowbit_given;
 
-/* Packs a weight into host memory, weight[i] for tensor i: byte for byte what Python packs. Without "codes" weight[0]
- * may be NULL: lowbit_pack_codes packs them. */
+/* Packs a weight into host memory, weight[i] for tensor i: byte for byte what Python packs. Values beyond the range of x's
+ * type are refused where kernels round weights to it, unless the folder was exported with --wide-range. Without "codes"
+ * weight[0] may be NULL: lowbit_pack_codes packs them. */
 LOWBIT_API int lowbit_pack(const lowbit_matmul *handle, const lowbit_given *given, int count, void *const *weight);
 /* Packs codes that are on the handle's GPU, bytes [n, k], into memory there for tensor 0, by a kernel on the stream.
  * They are not looked at: of a code that the format has not the low bits are packed. */

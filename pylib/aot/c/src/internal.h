@@ -116,7 +116,8 @@ struct lowbit_matmul {
 };
 
 int array_named(const lowbit_matmul *h, json name); /* -1 where there is none */
-int64_t stored_row(const lowbit_matmul *h, int64_t r); /* where row r of a weight is stored (pack.c) */
+int64_t stored_row(const lowbit_matmul *h, int64_t r); /* where row r of a weight is stored (packing.c) */
+int check_range(const lowbit_matmul *h, const void *const *weight); /* fails for numbers that kernels can't round */
 
 int cuda_open(lowbit_matmul *h, json targets);
 void cuda_close(lowbit_matmul *h);

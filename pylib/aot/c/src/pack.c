@@ -4,14 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "packing.h"
 
-enum { ROWS_OF_BLOCK = 16, BLOCK_K = 16, HALF = 8, LANES = 32, MOST_RUN = 16, MOST_PIECES = 8 };
 enum { LINE = 32, ENTRIES = 31, SPAN = 4096 }; /* of outliers: dialect/formats/outliers.py */
-
-typedef struct {
-    int64_t bits, chunk, units, row_blocks, chunks, group, padded_group, groups, block_rows;
-} packing;
 
 /* A tensor that `pack` takes, what is given for it, and the tensor in memory. */
 typedef struct {
@@ -22,37 +17,10 @@ typedef struct {
     unsigned char *memory;
 } slot;
 
-static packing packing_of(const lowbit_matmul *h) {
-    json p = json_member(h->weight, "packing");
-#define NUMBER(name) .name = json_integer(json_member(p, #name))
-    return (packing){NUMBER(bits),
-                     NUMBER(chunk),
-                     NUMBER(units),
-                     NUMBER(row_blocks),
-                     NUMBER(chunks),
-                     NUMBER(group),
-                     NUMBER(padded_group),
-                     NUMBER(groups),
-                     NUMBER(block_rows)};
-}
-
 static const lowbit_given *given_named(const char *name, const lowbit_given *given, int count) {
     for (int i = 0; i < count; i++)
         if (given[i].name && !strcmp(given[i].name, name)) return &given[i];
     return NULL;
-}
-
-/* The row of a weight that is stored as row r: of a gated one 8 rows of the gate, and 8 that they multiply. */
-static int64_t given_row(const lowbit_matmul *h, int64_t r) {
-    if (!h->gated) return r;
-    int64_t rows = h->n / h->experts, expert = r / rows, local = r % rows;
-    return expert * rows + local % 16 / HALF * (rows / 2) + local / 16 * HALF + local % HALF;
-}
-
-int64_t stored_row(const lowbit_matmul *h, int64_t r) {
-    if (!h->gated) return r;
-    int64_t rows = h->n / h->experts, expert = r / rows, local = r % rows, in_half = local % (rows / 2);
-    return expert * rows + in_half / HALF * 16 + local / (rows / 2) * HALF + in_half % HALF;
 }
 
 /* -- numbers */
@@ -116,7 +84,7 @@ static int store_integer(const slot *s, int64_t i, uint32_t *bits) {
 static int store(const slot *s, int64_t i, int64_t place) {
     uint32_t bits = 0;
     int code = s->integer ? store_integer(s, i, &bits) : store_float(s, i, &bits);
-    int width = s->type[0] == 'u' || s->type[0] == 'e' ? 1 : strstr(s->type, "32") ? 4 : 2;
+    int width = width_of(s->type);
     unsigned char *at = s->memory + place * width;
     for (int byte = 0; byte < width && !code; byte++) at[byte] |= (unsigned char)(bits >> (8 * byte));
     return code;
@@ -124,60 +92,19 @@ static int store(const slot *s, int64_t i, int64_t place) {
 
 /* -- codes */
 
-typedef struct {
-    int pieces;
-    struct {
-        int word, shift, low, bits;
-    } piece[MOST_PIECES];
-} reg;
-
-/* Where the bits of each register of a run are: whole codes side by side, and then those cut into the spare bits. */
-static int run_of(int bits, reg *run) {
-    int divisor = bits % 8 == 0 ? 8 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
-    int registers = 16 / divisor, words = bits / divisor, whole = 16 / bits, spare = 16 % bits, n = 0;
-    for (int word = 0; word < words; word++)
-        for (int i = 0; i < whole; i++) run[n++] = (reg){1, {{word, i * bits, 0, bits}}};
-    for (int left = 0; n < registers; left++, n++) {
-        run[n].pieces = 0;
-        for (int low = 0; low < bits;) {
-            int word = (left * bits + low) / spare, within = (left * bits + low) % spare;
-            int size = spare - within < bits - low ? spare - within : bits - low;
-            run[n].piece[run[n].pieces].word = word, run[n].piece[run[n].pieces].shift = whole * bits + within;
-            run[n].piece[run[n].pieces].low = low, run[n].piece[run[n].pieces++].bits = size;
-            low += size;
-        }
-    }
-    return registers;
-}
-
-static void or_code(uint32_t code, const reg *r, int64_t word, int lane, int half, unsigned char *chunk) {
-    for (int i = 0; i < r->pieces; i++) {
-        int64_t at = word + r->piece[i].word;
-        unsigned char *place = chunk + (((at / 4 * LANES + lane) * 4 + at % 4) * 2 + half) * 2;
-        uint32_t bits = (code >> r->piece[i].low & ((1u << r->piece[i].bits) - 1)) << r->piece[i].shift;
-        place[0] |= (unsigned char)bits, place[1] |= (unsigned char)(bits >> 8);
-    }
-}
-
 static int pack_codes(const lowbit_matmul *h, const packing *p, const slot *s) {
     reg run[MOST_RUN];
-    int registers = run_of((int)p->bits, run), code = LOWBIT_OK;
-    for (int64_t r = 0; r < h->n; r++) {
-        int64_t from = given_row(h, r), row = r % ROWS_OF_BLOCK;
-        unsigned char *block = s->memory + r / ROWS_OF_BLOCK * p->chunks * p->units * LANES * 16;
+    run_of((int)p->bits, run);
+    for (int64_t r = 0; r < h->n; r++)
         for (int64_t c = 0; c < p->chunks * p->chunk; c++) {
-            int64_t source = c / p->padded_group * p->group + c % p->padded_group, in = c % p->chunk;
+            int64_t source = c / p->padded_group * p->group + c % p->padded_group;
             if (c % p->padded_group >= p->group || source >= h->k) continue;
-            uint32_t bits = 0;
-            if ((code = store_integer(s, from * h->k + source, &bits))) return code;
-            /* a lane's registers: rows g and g + 8 of columns 2 t and 2 t + 1, and the same of columns 8 on */
-            int64_t number = in / BLOCK_K * 4 + row / 8 + in % BLOCK_K / 8 * 2;
-            int lane = (int)(row % 8 * 4 + in % 8 / 2);
-            or_code(bits, &run[number % registers], number / registers * p->units, lane, (int)(in % 2),
-                    block + c / p->chunk * p->units * LANES * 16);
+            uint32_t code = 0;
+            int failed = store_integer(s, given_row(h, r) * h->k + source, &code);
+            if (failed) return failed;
+            add_code(p, run, s->memory, r, c, code);
         }
-    }
-    return code;
+    return LOWBIT_OK;
 }
 
 /* -- tables */
@@ -347,12 +274,6 @@ static int check_given(const slot *s) {
     return LOWBIT_OK;
 }
 
-static int tensor_named(const lowbit_matmul *h, const char *name) {
-    for (int i = 0; i < h->tensors; i++)
-        if (!strcmp(h->tensor_name[i], name)) return i;
-    return -1;
-}
-
 static int pack_slot(const lowbit_matmul *h, const packing *p, json about, const lowbit_given *given, int count,
                      void *const *weight) {
     slot s = {0};
@@ -408,5 +329,5 @@ int lowbit_pack(const lowbit_matmul *h, const lowbit_given *given, int count, vo
     if (!code) code = clear(h, weight, codes);
     for (json each = json_first(slots); each && !code; each = json_next(each))
         if (codes || !json_is(json_member(each, "index"), "element")) code = pack_slot(h, &p, each, given, count, weight);
-    return code;
+    return code ? code : check_range(h, (const void *const *)weight);
 }

@@ -203,7 +203,7 @@ static int read_saved(const lowbit_matmul *h, const char *path, void *const *wei
         if (!code && weight) memcpy(weight[i], data, (size_t)bytes);
     }
     close_saved(&s);
-    return code;
+    return code || !weight ? code : check_range(h, (const void *const *)weight);
 }
 
 int lowbit_load(const lowbit_matmul *h, const char *path, void *const *weight) {
