@@ -29,6 +29,7 @@ class Call:
     compute_from  rows of x from which on they are multiplied in `compute`
     experts       between how many experts the rows of the weight are shared out
     top_k         which of them a token goes to, by ids; None: rows of x come sorted by expert
+    invariant     whether a row of x gives the same bits in every call, whatever rows are beside it
 
     Raises SpecError that names the field, what was given, what is allowed, and a fix.
     """
@@ -40,6 +41,7 @@ class Call:
     compute_from: int = 1
     experts: int = 1
     top_k: TopK | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "act", choice("act", short_name(self.act), ("f16", "bf16")))
@@ -56,6 +58,17 @@ class Call:
             raise SpecError(self._misfit_of_folding())
         if self.compute_from > 1 and not self.compute:
             raise SpecError(f"compute_from={self.compute_from} needs compute='f8e4m3' or 'i8'; name one, or drop it")
+        if boolean("invariant", self.invariant):
+            self._check_invariant()
+
+    def _check_invariant(self) -> None:
+        """Raises SpecError for calls whose result depends on the number of rows, or whose kernels have several orders
+        of sums."""
+        if self.compute_from > 1:
+            given = f"compute_from={self.compute_from} multiplies few rows in another type than many"
+            raise SpecError(f"invariant=True is one result for every number of rows, but {given}; use compute_from=1")
+        if self.experts > 1:
+            raise SpecError(f"invariant=True has no kernels for experts={self.experts}; use invariant=False")
 
     def _check_top_k(self) -> None:
         if self.experts == 1:
@@ -74,7 +87,8 @@ class Call:
         compute += f", from {self.compute_from} rows on" if self.compute_from > 1 else ""
         experts = f", {self.experts} experts" if self.experts > 1 else ""
         experts += f", {self.top_k}" if self.top_k else ""
-        return f"{self.act}{compute} -> {self.out_dtype}{experts}"
+        invariant = ", invariant" if self.invariant else ""
+        return f"{self.act}{compute} -> {self.out_dtype}{experts}{invariant}"
 
     @cached_property
     def x(self) -> Element:

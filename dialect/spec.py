@@ -75,6 +75,8 @@ class MatmulSpec:
                 expert then, and y has n / experts columns (`lowbit.expert_matmul` in the IR); 1: all rows meet every x
     top_k       a `TopK`: rows of x are tokens in their order, and ids say which experts each goes to
                 (`lowbit.top_k_expert_matmul`); None: they come sorted
+    invariant   whether a row of x gives the same bits in every call, whatever rows are beside it and however many: all
+                kernels that serve the matmul add up in one order then (docs/invariant.md)
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -101,6 +103,7 @@ class MatmulSpec:
     epilogue: Epilogue | None = None
     experts: int = 1
     top_k: TopK | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         shape = self._part(Shape)
@@ -125,6 +128,9 @@ class MatmulSpec:
             self.bilevel.check_groups(self.groups)
         if self.compute:
             byte_products.check_byte_products(self.format, self.packing, self.call)
+        if self.invariant and self.compute and not self.multiplies_codes:
+            given = f"({self}) are scaled and rounded before they are multiplied in {self.compute}"
+            raise SpecError(f"invariant=True multiplies codes as they are, and those of {given}; use compute=None")
         if self.epilogue is not None:
             choice("epilogue", self.epilogue, EPILOGUES)
         if self.is_gated:
@@ -227,7 +233,7 @@ class MatmulSpec:
 
     def rounds_weights(self, m: int) -> bool:
         """Whether weights that m tokens are multiplied by are rounded: those of experts always are."""
-        few = m <= byte_codes.MOST_UNFOLDED and self.multiplies_codes and self.experts == 1
+        few = (m <= byte_codes.MOST_UNFOLDED or self.invariant) and self.multiplies_codes and self.experts == 1
         return self.folds and not few
 
     def for_tokens(self, m: int) -> MatmulSpec:

@@ -47,6 +47,7 @@ def matmul_module(spec: MatmulSpec) -> ir.Module:
         x, w, *added = arguments
         op = ops.MatmulOp(x, w, y, added[: spec.bias], added[spec.bias :])
         op.outliers = spec.outliers
+        op.invariant = spec.invariant
         op.epilogue = spec.epilogue or "none"
         return op
 
@@ -146,6 +147,7 @@ def quantized_matmul_module(spec: MatmulSpec) -> ir.Module:
         added = arguments[4:]
         op = ops.QuantizedMatmulOp(*arguments[:4], y, added[: spec.bias], added[spec.bias :])
         op.fold_scales = spec.fold_scales
+        op.invariant = spec.invariant
         op.epilogue = spec.epilogue or "none"
         return op
 
@@ -220,10 +222,13 @@ def _call_of(op: Any) -> Call:
     if isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp | ops.TopKExpertMatmulOp):
         act, out = _element(op.x), _element(op.y)
         top_k = ops.top_k_of(op) if isinstance(op, ops.TopKExpertMatmulOp) else None
-        return Call(cast(Act, act), None if out == act else cast(Out, out), experts=experts, top_k=top_k)
+        out = None if out == act else cast(Out, out)
+        invariant = isinstance(op, ops.MatmulOp) and op.invariant
+        return Call(cast(Act, act), out, experts=experts, top_k=top_k, invariant=invariant)
     if isinstance(op, ops.QuantizedMatmulOp | ops.QuantizedExpertMatmulOp):
         out = None if _element(op.y) == "f16" else cast(Out, _element(op.y))
-        return Call(out=out, compute=_compute_of(op.values), fold_scales=op.fold_scales, experts=experts)
+        compute, invariant = _compute_of(op.values), isinstance(op, ops.QuantizedMatmulOp) and op.invariant
+        return Call(out=out, compute=compute, fold_scales=op.fold_scales, experts=experts, invariant=invariant)
     return Call(cast(Act, _element(op.y))) if isinstance(op, ops.DequantizeOp) else Call()
 
 

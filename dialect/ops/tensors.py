@@ -52,6 +52,8 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
 
     With `outliers`, a sparse matrix comes with the weight and is added to it. Sums of both are in f32, rounded once.
 
+    With `invariant`, the order of sums depends on neither the number of rows of x nor the place of a row among them.
+
     On this and the other operations here, `plan-packing` writes `packing`, `select-schedule` writes `schedule`, and
     `expand-matmul` needs both.
     """
@@ -62,6 +64,7 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
     bias: Sequence[ext.Operand[Any]]
     residual: Sequence[ext.Operand[Any]]
     outliers = Flag()
+    invariant = Flag()
     epilogue = Choice(*_EPILOGUES)
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)
@@ -210,7 +213,7 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
     """y[t, n] = scales[t] * sum_k values[t, k] W[n, k] (+ bias[n]), with x as `quantize` makes it.
 
     With `fold_scales`, weights without the scales of their rows may be rounded to f8E4M3FN, and sums over all columns
-    may stay in the tensor core.
+    may stay in the tensor core. `invariant` as for `matmul`.
     """
 
     values: ext.Operand[Any]
@@ -221,6 +224,7 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
     bias: Sequence[ext.Operand[Any]]
     residual: Sequence[ext.Operand[Any]]
     fold_scales = Flag()
+    invariant = Flag()
     epilogue = Choice(*_EPILOGUES)
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)

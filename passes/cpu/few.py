@@ -1,6 +1,7 @@
 """The program for few tokens: a row of codes is decoded in registers and multiplied by up to four tokens at once.
 
-For every row block, for 4 tokens (that share a decode) or 1, for every tile of k, for every row:
+For every row block, for 4 tokens (that share a decode) or 1, for every tile of k, for every row (for 1 token and
+`MatmulSpec.invariant` four rows at once, so that each has as many registers of sums as with 4 tokens):
 
     acc[t]    = sum over the tile of code * xs[t]     a vector of 16 columns, in registers
     total[t] += scale * acc[t]                        16 rows of vectors, in the first-level cache
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from lowbit.dialect.bindings import arith
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.epilogue import HALF
+from lowbit.dialect.fields import MOST
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkReader, Isa, least_code, multiplies_bf16, pair_table
@@ -72,6 +74,8 @@ def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
     multiplies codes: where weights are rounded, it serves no tokens."""
     if spec.folds:
         return Needs()
+    if spec.invariant:
+        return Needs(MOST, block=TOKENS, per_token=few_rows(spec, isa).nbytes)
     most = 4 if multiplies_bf16(spec, isa) and pair_table(spec, isa) is None else 12
     return Needs(most, block=TOKENS, per_token=few_rows(spec, isa).nbytes)
 
@@ -134,8 +138,9 @@ class _Matmul:
                         span.carried[t] = fma(shift, broadcast(total), span.carried[t])
             with loop(0, self.tiling.tiles) as tile:
                 chunk = mul(add(mul(span.index, self.tiling.tiles), tile.index), self.tiling.chunks)
-                with loop(0, ROWS // 2) as g:
-                    rows = Row.pair(g.index)
+                pairs = 2 if count == 1 and self.spec.invariant else 1
+                with loop(0, ROWS // 2, pairs) as g:
+                    rows = [row for pair in range(pairs) for row in Row.pair(add(g.index, pair))]
                     for together in [rows] if count == 1 else [[row] for row in rows]:
                         self._rows(xs, block, chunk, together, count)
         for t, offset in enumerate(span.carried):

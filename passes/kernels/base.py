@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.launch import Role
 from lowbit.passes.target import Target
 
@@ -181,6 +182,21 @@ class KernelFamily(ABC, Generic[S]):
         except SpecError:
             return False
         return True
+
+    def sum_order(self, spec: MatmulSpec, schedule: S) -> SumOrder | None:
+        """Returns the order in which the kernel adds up: kernels of equal orders give equal bits, those of other
+        families, too. None where a result has no order of its own, or none that was described."""
+        return None
+
+    def orders(self, spec: MatmulSpec, target: Target) -> Sequence[SumOrder]:
+        """Returns the orders that the family has schedules for, for every number of tokens; none where it has none."""
+        return ()
+
+    def in_order(
+        self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder
+    ) -> Iterable[Candidates[S]]:
+        """Returns the schedules for a token tile that have an order of sums, in groups as `groups` has them."""
+        return ()
 
     def rounding(self, spec: MatmulSpec, schedule: S) -> dict[str, bool]:
         """Returns what the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""

@@ -4,6 +4,9 @@
 was measured for a matmul like it (`passes.scheduling.tables`), or the least predicted of the candidates of all families
 (the rule). A wider token tile is taken where that takes less time, so that time does not fall when tokens are added.
 docs/tuning.md says how far this is from the best.
+
+Of an invariant matmul all kernels have one order of sums (`passes.scheduling.order_choice`), so the choice for each
+token tile is among the schedules of that order, and a measured one counts only if it has it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.registry import FAMILIES, family_of
+from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.scheduling.order_choice import order_of
 from lowbit.passes.scheduling.tables import REACH, Entry, Key, Table, nearest, shipped_tables
 from lowbit.passes.target import Target
 
@@ -53,15 +58,31 @@ class Chooser:
         self._not_below: dict[int, float] = {}  # microseconds that no candidate for a token tile takes less than
 
     @cached_property
+    def order(self) -> SumOrder | None:
+        """The order of sums that all kernels of an invariant matmul have; None for others."""
+        return order_of(self._spec.for_tokens(1), self._target) if self._spec.invariant else None
+
+    def has_order(self, schedule: KernelSchedule) -> bool:
+        """Tells whether a kernel adds up as the matmul demands."""
+        spec = self._spec.for_tokens(1)
+        return self.order is None or family_of(schedule).sum_order(spec, schedule) == self.order
+
+    @cached_property
     def _families(self) -> dict[int, list[KernelFamily[Any]]]:
         """The families that have a kernel, by token tile."""
         found: dict[int, list[KernelFamily[Any]]] = {}
         families = [f for f in FAMILIES.values() if f.operation in operations_of(self._spec)]
         for family, kind in product(families, {self._spec.for_tokens(1), self._spec}):
             for token_tile in family.token_tiles(kind, self._target):
-                if self._spec.for_tokens(token_tile) == kind:
+                if self._spec.for_tokens(token_tile) == kind and self._serves(family, kind, token_tile):
                     found.setdefault(token_tile, []).append(family)
         return found
+
+    def _serves(self, family: KernelFamily[Any], spec: MatmulSpec, token_tile: int) -> bool:
+        """Whether a family has a kernel for a token tile, of the order of sums that is demanded."""
+        if self.order is None:
+            return True
+        return any(group.schedules for group in family.in_order(spec, token_tile, self._target, self.order))
 
     @cached_property
     def token_tiles(self) -> tuple[int, ...]:
@@ -144,7 +165,8 @@ class Chooser:
         """Returns the entry of the first table that has the very matmul."""
         spec = self._spec
         for entry in filter(None, (table.entries.get(Key.of(spec, token_tile)) for table in tables)):
-            if family_of(entry.schedule).suits(spec, entry.schedule, self._target, spec):
+            suits = family_of(entry.schedule).suits(spec, entry.schedule, self._target, spec)
+            if suits and self.has_order(entry.schedule):
                 return Choice(entry.schedule, entry.microseconds, "measured")
         return None
 
@@ -169,7 +191,8 @@ class Chooser:
         spec, target = self._spec, self._target
 
         def suits(entry: Entry) -> bool:
-            return family_of(entry.schedule).suits(spec, entry.schedule, target, entry.key.spec)
+            suits = family_of(entry.schedule).suits(spec, entry.schedule, target, entry.key.spec)
+            return suits and self.has_order(entry.schedule)
 
         entry = nearest(tables, spec, token_tile, suits)
         if entry is None:
@@ -228,8 +251,12 @@ class Chooser:
         spec, target = self._spec, self._target
         for family in self.families(token_tile):
             if family.least_time(spec, token_tile, target) < below:
-                groups = family.new_groups if family in settled else family.groups
-                yield from ((family, group) for group in groups(spec, token_tile, target))
+                if self.order:
+                    groups = family.in_order(spec, token_tile, target, self.order)
+                else:
+                    of_family = family.new_groups if family in settled else family.groups
+                    groups = of_family(spec, token_tile, target)
+                yield from ((family, group) for group in groups)
 
 
 def trusted_tables(target: Target, gpu: str | None = None, user: Sequence[Table] = ()) -> list[Table]:

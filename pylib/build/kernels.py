@@ -135,7 +135,8 @@ class Artifacts:
 
     With late_scaling no kernel rounds a weight to the act type, for any number of rows: for weights of a wide range
     (`pylib.weights.value_range`). Schedules with wgmma round weights, and so do kernels for any number of tokens: these do
-    without both, and without a given schedule as well. With vendor=False kernels of ours serve every number of rows.
+    without both, and without a given schedule as well. With vendor=False kernels of ours serve every number of rows; so
+    they do for an invariant spec, all in one order of sums.
     """
 
     def __init__(
@@ -149,12 +150,14 @@ class Artifacts:
         if spec.compute:
             check_compute(spec, target)
         self._spec, self._target = spec, target
+        late_scaling = late_scaling and not spec.invariant  # whose kernels scale sums, and round no weight
         self._schedule = None if late_scaling else schedule
         self._chooser = Chooser(spec, replace(target, has_wgmma=False) if late_scaling else target)
         rounding = self._chooser.any_tiles  # kernels for any number of tokens round weights
-        self._any_tiles: tuple[int, ...] = () if late_scaling else rounding
+        self._any_tiles: tuple[int, ...] = () if late_scaling or spec.invariant else rounding
         self._token_tiles = tuple(token_tile for token_tile in self._chooser.token_tiles if not (late_scaling and token_tile in rounding))
-        self._vendor = vendor and not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
+        ours = late_scaling or spec.invariant or spec.compute is not None
+        self._vendor = vendor and not ours  # whether the vendor's matmul may serve
         self._rows = self._find_rows()
         self._requests: dict[int | None, KernelRequest] = {}
         self._origins: dict[int | None, Origin] = {}
@@ -241,6 +244,16 @@ class Artifacts:
     def check_schedule(self, schedule: KernelSchedule) -> None:
         """Raises SpecError where a schedule of this operation does not fit the spec or the target."""
         family_of(schedule).check(self._spec, schedule, self._target)
+        if not self._chooser.has_order(schedule):
+            raise SpecError(self._misfit_of_order(schedule))
+
+    def _misfit_of_order(self, schedule: KernelSchedule) -> str:
+        """Returns what an error says of a schedule whose sums have another order than those of an invariant matmul."""
+        given = family_of(schedule).sum_order(self._spec.for_tokens(1), schedule) or "an order of its own"
+        return (
+            f"schedule: invariant=True has one order of sums for all rows of x, {self._chooser.order}, and "
+            f"{schedule!r} has {given}; take one with that order, or none, for which one of that order is chosen"
+        )
 
     def _tiles_of_rows(self, first: int, last: int | None) -> list[int]:
         """The token tiles of the launches for the rows first to last, each once."""
@@ -303,7 +316,8 @@ class Artifacts:
         """Tells whether a schedule is for this token tile, and fits: one for folded scales may not where none are."""
         family = family_of(schedule)
         meant = family in self._chooser.families(token_tile) and family.serves(schedule, token_tile)
-        return meant and family.allows(self._spec_for(token_tile), schedule, self._target)
+        fits = meant and family.allows(self._spec_for(token_tile), schedule, self._target)
+        return fits and self._chooser.has_order(schedule)
 
     def _name(self, token_tile: int | None) -> str:
         spec = self._spec

@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "compute_from": (1, 17),
     "experts": (1,),  # those are called in another way
     "top_k": (None,),  # likewise
+    "invariant": (False, False, True),
     "second_level": ("none", "plain", "zeros", "offsets"),
     "second_rows": (1, 16),
     "second_groups": (1, 2, 4),

@@ -67,6 +67,7 @@ class QuantConfig:
                 weight is rounded in the same way
     fold_scales with compute="f8e4m3": round scaled weights again where many tokens are multiplied, as in `MatmulSpec`
     compute_from  with compute: multiply fewer tokens in the type of x, as in `MatmulSpec`
+    invariant   give a token the same bits whatever tokens are beside it, as in `MatmulSpec`
 
     Of SpQR:
 
@@ -101,6 +102,7 @@ class QuantConfig:
     fold_scales: bool = False
     compute_from: int = 1
     calibration: Literal["importance", "hessian"] | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.method is not None:

@@ -31,6 +31,7 @@ PARTS: tuple[type[Any], ...] = (Shape, WeightFormat, Call)
 SPECS = [
     MatmulSpec(16, 64, "u4"),
     MatmulSpec(64, 256, "u4", 128, "int", "bf16", "bf16", "f32", True),
+    MatmulSpec(64, 256, "u4", 128, invariant=True),
     MatmulSpec(64, 256, "lut1", table=(1.0, 2.5), outliers=True, permuted=True, epilogue="residual"),
     MatmulSpec(64, 256, "nf4", group_size=64, compute="f8e4m3", fold_scales=True, compute_from=17),
     *(MatmulSpec.preset(name, 64, 1024) for name in PRESETS if name != "nf4_nested"),
@@ -96,6 +97,7 @@ def test_a_spec_with_fields_alone_has_parts() -> None:
         (lambda: Call("f32"), "act='f32' must be one of 'f16', 'bf16'"),  # type: ignore[arg-type]
         (lambda: Call(fold_scales=True), "fold_scales=True needs compute='f8e4m3'; use both"),
         (lambda: Call(compute="i8", fold_scales=True), "not 'i8': a scaled integer is none"),
+        (lambda: Call(invariant=1), "invariant=1 must be True or False"),  # type: ignore[arg-type]
         (lambda: Call(compute_from=2), "compute_from=2 needs compute='f8e4m3' or 'i8'"),
         (lambda: MatmulSpec.of(Shape(64, 256), WeightFormat("u4", 96)), "group_size=96 must divide k=256"),
         (lambda: MatmulSpec.of(Shape(64, 256), WeightFormat("u4", zeros="float"), Call(compute="i8")), "has no zeros"),
@@ -149,6 +151,7 @@ CONFIGS = [
     QuantConfig("lut1", table=(1.0, 2.5)),
     QuantConfig.preset("nvfp4"),
     QuantConfig.preset("q4_k"),
+    QuantConfig("u4", 64, method="rtn", invariant=True),
 ]
 
 
@@ -159,7 +162,7 @@ def test_a_configuration_passes_on_every_field_that_it_shares_with_a_spec() -> N
         given = [(getattr(config, name), getattr(spec, name)) for config, spec in zip(CONFIGS, specs)]
         assert [(name, value) for value, kept in given if value not in (None, kept) and name != "row_scales"] == []
         assert len({value for value, _ in given}) > 1, f"no configuration here has another {name}"
-    assert [spec.row_scales for spec in specs] == [False, True, False, True, False]  # folded scales have them
+    assert [spec.row_scales for spec in specs] == [False, True, False, True, False, False]  # folded scales have them
 
 
 def test_a_saved_weight_is_of_its_shape_and_format() -> None:

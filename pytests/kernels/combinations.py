@@ -59,6 +59,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "epilogue": (None, "silu_mul", "gelu_mul", "swiglu_oai", "residual"),
     "experts": (1,),  # of several: EXPERT_FACTORS
     "top_k": (None,),  # test_top_k_experts
+    "invariant": (False, True),
     "n": (16, 40, 48),
     "k": (64, 96, 192, 256, 260),
 }

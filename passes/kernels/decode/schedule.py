@@ -10,6 +10,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.base import KernelSchedule, check_type
 
 TOKEN_TILES = (1, 8, 16, 32, 64, 128, 256)  # most tokens of a launch that have a kernel of their own
+ROTATED = (8, 16)  # tokens whose blocks begin at different columns; with fewer, x is little; more gained nothing
 
 
 Refill = Literal["before_mma", "after_first_mma", "per_warp"]

@@ -31,7 +31,7 @@ class Arithmetic:
         """Whether decoded codes keep the offset of their magic number: one mma per fragment of x corrects it, for all
         rows, in place of a subtraction per pair of weights."""
         t, s = self.spec.dtype, self.schedule
-        if self.spec.compute:
+        if self.spec.compute or self.spec.invariant:  # wgmma has no such mma, nor has a single row block
             return False
         able = can_defer_offset(t, compute_element(t, self.spec.act))
         if s.spread_k:  # two or three mma for eight fragments of x

@@ -126,7 +126,7 @@ def streaming_schedules(
 
     def if_none() -> list[S]:
         some = any(group.schedules for group in sorted(found, key=lambda group: group.least))
-        return [] if some else _least_schedules(spec, token_tile, target, family)
+        return [] if some else least_schedules(spec, token_tile, target, family)
 
     return [*found, Candidates(least_time(spec, token_tile, target, family), if_none)]
 
@@ -154,7 +154,7 @@ def _of_one_token(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> 
     return found + list(_shaped(family, spec, target, _ONE_TOKEN, 8, token_tile=1))
 
 
-def _least_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
+def least_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
     """Small schedules, for matmuls that are too short for two rounds of any other."""
     chunk, kind = spec.packing.chunk, family.schedule_type
     if token_tile > max(_PLAIN_TILES):
@@ -173,6 +173,12 @@ def integer_schedules(
     return list(_shaped(family, spec, target, _INTEGER, 1))
 
 
+def step_lengths(spec: MatmulSpec, least: int) -> list[int]:
+    """Returns the columns that a step may have, the most first: multiples of `least`."""
+    chunk = spec.packing.chunk
+    return [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
+
+
 def _shaped(
     family: KernelFamily[S],
     spec: MatmulSpec,
@@ -185,9 +191,8 @@ def _shaped(
 ) -> Iterator[Candidates[S]]:
     """The family's schedules of these shapes that are allowed, do not spill and have two rounds or more; token_tile:
     what they are for, unless it is `tokens`."""
-    chunk, integers = spec.packing.chunk, family.schedule_type.integer_mma
-    least = spec.x.per_panel if wgmma else PIECE if integers else SPREAD if spread_k else chunk
-    steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
+    integers = family.schedule_type.integer_mma
+    steps = step_lengths(spec, spec.x.per_panel if wgmma else PIECE if integers else SPREAD if spread_k else 1)
     # The wider x is, the less room there is for long steps; those of small groups take few, as scales do per step.
     steps = steps[: 3 if tokens > 128 else 1 if spread_k else 2]
     if not steps:
@@ -198,13 +203,13 @@ def _shaped(
         row_blocks, warps_n, _ = shape
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * split_k
         if split_k == 1 or blocks <= (6 if wgmma else 2) * target.multiprocessors:
-            block = _Block(tokens, *shape, split_k, wgmma, spread_k, enough_blocks(blocks, target) if wgmma else 0)
+            block = Block(tokens, *shape, split_k, wgmma, spread_k, enough_blocks(blocks, target) if wgmma else 0)
             least = bounds.of_shape(*shape, split_k, step_k=steps[0], sums=sums)
-            yield Candidates(least, partial(_of_block, family, spec, target, block, steps))
+            yield Candidates(least, partial(of_block, family, spec, target, block, steps))
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """What the candidates of a group have in common: fields of `Schedule`."""
 
     tokens: int
@@ -217,8 +222,8 @@ class _Block:
     max_blocks_per_sm: int
 
 
-def _of_block(
-    family: KernelFamily[S], spec: MatmulSpec, target: Target, block: _Block, steps: Sequence[int]
+def of_block(
+    family: KernelFamily[S], spec: MatmulSpec, target: Target, block: Block, steps: Sequence[int]
 ) -> list[S]:
     """The candidates with such blocks: with steps of one of these lengths, in two or three stages."""
     overlapping = target.has_clusters and not block.wgmma  # kernels of mma.sync of which the next one starts early

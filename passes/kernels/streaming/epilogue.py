@@ -63,13 +63,17 @@ class Ending:
         """The sum over warps and blocks of the cluster, of this block's part of the rows: [rows / cluster, tokens]."""
         p, s = self.p, self.schedule
         read = self._shared_with_peers(total)
-        rows, turns = s.rows // s.cluster, range(s.cluster)  # each block begins with another
-        parts = [self._of_peer(read, (rank + turn) % s.cluster, rank, rows) for turn in turns]
+        rows, turns = s.rows // s.cluster, range(s.cluster)
+        parts = [self._of_peer(read, self._peer(rank, turn), rank, rows) for turn in turns]
         total = parts[0]
         for part in parts[1:]:
             total = p.add(total, part)
         p.barrier("cluster_arrive")
         return p.reshape(total, (rows, s.tokens))
+
+    def _peer(self, rank: Scalar, turn: int) -> Index:
+        """Returns whose sums a block adds in a turn: each begins with its own, unless there is one order for all."""
+        return turn if self.spec.invariant else (rank + turn) % self.schedule.cluster
 
     def _shared_with_peers(self, total: Tile) -> Memory:
         """Every warp's sums in shared memory, when all blocks of the cluster have theirs there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, TypeVar
 
 from lowbit.dialect.errors import SpecError
@@ -11,7 +11,9 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily, Operation
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.streaming import candidates, cost_model, legality, search_space
+from lowbit.passes.kernels.streaming.order import in_order, orders, sum_order
 from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
@@ -51,6 +53,17 @@ class StreamingFamily(KernelFamily[S]):
 
     def shape(self, schedule: S) -> tuple[object, ...]:
         return tuple(getattr(schedule, name) for name in search_space.SHAPE)
+
+    def sum_order(self, spec: MatmulSpec, schedule: S) -> SumOrder:
+        return sum_order(spec, schedule)
+
+    def orders(self, spec: MatmulSpec, target: Target) -> Sequence[SumOrder]:
+        return () if self.schedule_type.integer_mma else orders(spec, target, self)
+
+    def in_order(
+        self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder
+    ) -> Iterable[Candidates[S]]:
+        return () if self.schedule_type.integer_mma else in_order(spec, token_tile, target, order, self)
 
     def rounding(self, spec: MatmulSpec, schedule: S) -> dict[str, bool]:
         return KernelPlan(spec, schedule).rounding

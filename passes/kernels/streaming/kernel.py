@@ -58,6 +58,7 @@ from collections.abc import Callable
 
 from lowbit.dialect.bindings import ir
 from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.kernels.decode.schedule import ROTATED
 from lowbit.passes.kernels.streaming.activations import Activations
 from lowbit.passes.kernels.streaming.block import Block
 from lowbit.passes.kernels.streaming.engine import Engine
@@ -65,8 +66,6 @@ from lowbit.passes.kernels.streaming.epilogue import Ending
 from lowbit.passes.kernels.streaming.operands import Operands
 from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.kernels.streaming.work import Work
-
-ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200
 
 
 def streaming_kernel(
@@ -201,8 +200,9 @@ class _Stream:
     def _rotation(self) -> Scalar | None:
         """Returns by how many rounds a block starts later than the first; it comes to the rounds before at its end.
 
-        All blocks read all of x: if they began at the same columns, a few slices of the L2 would have all to do.
+        All blocks read all of x: if they began at the same columns, a few slices of the L2 would have all to do. Where
+        one result serves every number of tokens, sums begin at the first column in every kernel.
         """
-        if self.schedule.tokens not in ROTATED or self.rounds == 1:
+        if self.schedule.tokens not in ROTATED or self.rounds == 1 or self.block.spec.invariant:
             return None
         return self.block.work.tile % self.rounds

@@ -34,6 +34,8 @@ class Scaling:
         and the sums of x that would make up for them would cost as much as 64 rows of products. Offsets are added to
         codes that have been scaled, so scales must be numbers of x's type for that."""
         zeros = self.spec.zeros
+        if self.spec.invariant:
+            return False
         wanted = zeros == "float" or (zeros == "offset" and self._scales_like_x)
         return self.schedule.wgmma and wanted and self.steps.groups > 0 and self._decodes_values
 
@@ -48,9 +50,11 @@ class Scaling:
           be waited for;
         - with float zeros: the instruction that subtracts them scales as well;
         - with so many tokens that there are registers for one set of sums only.
+
+        Where one result serves every number of tokens it is never done: mma.sync scales sums.
         """
         s, group = self.schedule, self.spec.packing.padded_group
-        if not s.wgmma or group is None or self.spec.compute:
+        if not s.wgmma or group is None or self.spec.compute or self.spec.invariant:
             return False
         most = s.tokens * (2 if self.computes_scales and self.has_small_groups else 1)
         less = group <= most or self.rounds_zeros or s.tokens > MOST_SCALED

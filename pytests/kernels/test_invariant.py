@@ -1,0 +1,206 @@
+"""`MatmulSpec.invariant`: a row of x gives the same bits alone, in any batch and at any place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lowbit
+from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.registry import FAMILIES
+from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.scheduling import choice
+from lowbit.passes.target import Target
+from lowbit.passes.targets import parse_target
+from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.reference.inputs import random_inputs, random_residual
+
+S = lowbit.MatmulSpec
+SPECS = {
+    "u4": S(96, 768, "u4", 128),
+    "u4, zeros": S(64, 512, "u4", 64, zeros="int", bias=True),
+    "u3, float zeros": S(64, 512, "u3", 64, zeros="float"),
+    "u2, offsets": S(64, 512, "u2", 32, zeros="offset", act="bf16"),
+    "i8": S(64, 512, "i8"),
+    "nf4": S(64, 512, "nf4", 64, act="bf16", scale="bf16"),
+    "f6": S(64, 512, "f6e3m2", row_scales=True),
+    "in tf32": S(64, 256, "f8e6m1"),
+    "small groups": S(64, 512, "u4", 16),
+    "odd": S(40, 260, "u4"),
+    "nvfp4": S.preset("nvfp4", 64, 512),
+    "two levels": S.preset("q4_k", 64, 1024),
+    "outliers": S(64, 512, "u4", 32, outliers=True),
+    "permuted": S(64, 512, "i4", 64, permuted=True),
+    "gated": S(96, 512, "u4", 64, epilogue="silu_mul"),
+    "residual": S(64, 512, "u4", 64, epilogue="residual"),
+    "in i8": S(64, 512, "u4", 64, zeros="int", compute="i8"),
+    "in fp8": S(64, 512, "u4", 64, compute="f8e4m3"),
+    "folded": S(64, 512, "u4", 64, compute="f8e4m3", fold_scales=True),
+}
+"""One of each way in which codes, zeros and scales are handled, with y in f32, which hides nothing."""
+INVARIANT = {name: replace(spec, out="f32", invariant=True) for name, spec in SPECS.items()}
+EMULATED = ("emulator:sm_80", "emulator:sm_90a")
+Multiply = Callable[[Tensor, slice], Tensor]
+
+
+def multiply_of(mm: Matmul, tensors: dict[str, Any]) -> Multiply:
+    """Returns what multiplies some rows; a residual has the rows of x."""
+    w = mm.pack(**tensors)
+    residual = random_residual(mm.spec, 400).get("residual")
+
+    def multiply(x: Tensor, rows: slice) -> Tensor:
+        return mm(x, w) if residual is None else mm(x, w, residual=residual[rows])
+
+    return multiply
+
+
+def skip_unless_served(spec: lowbit.MatmulSpec, target: str) -> None:
+    if spec.compute == "f8e4m3" and target.endswith("sm_80"):
+        pytest.skip("multiplies no fp8")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", SPECS)
+def test_on_a_cpu_a_row_has_the_bits_that_it_has_alone(name: str, threads: int) -> None:
+    spec, before = INVARIANT[name], torch.get_num_threads()
+    x, tensors = random_inputs(spec, 300, 1)
+    multiply = multiply_of(lowbit.compile(spec, "cpu"), tensors)
+    alone = torch.cat([multiply(x[i : i + 1], slice(i, i + 1)) for i in range(300)])
+    try:
+        torch.set_num_threads(threads)
+        for first, last in ((0, 2), (1, 4), (5, 9), (0, 13), (3, 20), (0, 65), (0, 300)):
+            assert torch.equal(multiply(x[first:last], slice(first, last)), alone[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [(name, "emulator:sm_90a") for name in SPECS] + [(name, "emulator:sm_80") for name in ("u4", "nf4", "in i8")],
+)
+def test_on_a_gpu_a_row_has_the_bits_that_it_has_alone(name: str, target: str) -> None:
+    """With the kernels that are chosen: for few rows, for more, and for several launches."""
+    spec = INVARIANT[name]
+    x, tensors = random_inputs(spec, 70, 1)
+    mm = lowbit.compile(spec, target)
+    multiply = multiply_of(mm, tensors)
+    alone = multiply(x[:1], slice(0, 1))
+    for m in (3, 9, 40, 70):
+        together = multiply(x[:m], slice(0, m))
+        assert torch.equal(together[:1], alone), m
+    last = multiply(x[69:70], slice(69, 70))
+    assert torch.equal(together[69:70], last)
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_schedules_of_one_order_give_equal_bits(data: st.DataObject) -> None:
+    """Of whatever shape, engine and number of tokens they are; beside rows of NaN, and of x with gaps between rows."""
+    target = parse_target(data.draw(st.sampled_from(EMULATED)))
+    spec = INVARIANT[data.draw(st.sampled_from(sorted(SPECS)))]
+    if (spec.compute == "f8e4m3" and target.arch == "sm_80") or spec.call_inputs:  # a residual of its own for each row
+        return
+    order = data.draw(st.sampled_from(family_of(spec).orders(spec.for_tokens(1), target)))
+    schedules = [s for tile in (8, 16, 64) for s in in_order(spec, tile, target, order)]
+    first, second = data.draw(st.lists(st.sampled_from(schedules), min_size=2, max_size=2))
+    place = data.draw(st.integers(0, second.tokens - 1))
+    x, tensors = random_inputs(spec, 1, data.draw(st.integers(0, 99)))
+    alone = of_order(spec, target, first, order, tensors)(x, slice(0, 1))
+    among = torch.full((second.tokens, spec.k + 8), float("nan"), dtype=x.dtype)
+    among[place, : spec.k] = x[0]
+    multiply = of_order(spec, target, second, order, tensors)
+    y = multiply(among[:, : spec.k], slice(0, second.tokens))
+    assert torch.equal(y[place], alone[0]), (first, second)
+
+
+@pytest.mark.parametrize("other", [{"split_k": 2}, {"warps_k": 4}, {"step_k": 128}], ids=str)
+@pytest.mark.parametrize("name", ["u4", "i8", "in fp8"])
+def test_another_cut_of_k_gives_other_bits(name: str, other: dict[str, int]) -> None:
+    """The tests above would see it: every field of an order counts."""
+    spec, target = INVARIANT[name], parse_target("emulator:sm_90a")
+    x, tensors = random_inputs(spec, 1, 1)
+    schedule = FAMILIES[family_of(spec).name].schedule_type(8, 1, 1, 2, 64, 2)
+    results = []
+    for s in (schedule, replace(schedule, **other)):
+        order = family_of(spec).sum_order(spec, s)
+        results.append(of_order(spec, target, s, order, tensors)(x, slice(0, 1)))
+    assert not torch.equal(*results)
+
+
+def test_without_invariance_a_cluster_adds_up_in_another_order() -> None:
+    """So do blocks that begin at other columns: orders say so."""
+    spec, s = replace(SPECS["u4"], out="f32"), Schedule(8, 4, 1, 2, 64, 2, split_k=4, cluster=4)
+    order, invariant = (FAMILIES["decode"].sum_order(each, s) for each in (spec, replace(spec, invariant=True)))
+    assert order != invariant == SumOrder(4, 2, 64, ("mma", "raw codes"))
+    assert "rotated every 64 rows" in str(order) or "on every 16 rows" in str(order)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("name", SPECS)
+def test_all_kernels_have_one_order(name: str, target: str) -> None:
+    """For every number of rows, without the vendor's matmul; the order is that of the architecture, not of a table."""
+    spec, parsed = replace(INVARIANT[name], n=4096, k=4096), parse_target(target)
+    skip_unless_served(spec, target)
+    choices = lowbit.compile(spec, target).choices
+    orders = set()
+    for m in (1, 2, 8, 9, 16, 33, 64, 65, 128, 200, 1000, 20000):
+        for kernel in choices.launches(m):
+            orders.add(FAMILIES[kernel.family].sum_order(kernel.spec, kernel.schedule))
+    assert orders == {choice.order_of(spec.for_tokens(1), parsed)}
+    assert all(rows.token_tiles for rows in choices.rows)
+
+
+def test_a_table_counts_only_for_schedules_of_the_order() -> None:
+    spec, target = replace(INVARIANT["u4"], n=8192, k=8192), parse_target("sm_90a")
+    chooser = choice.Chooser(spec, target)
+    assert all(chooser.has_order(chooser.choice(tile).schedule) for tile in chooser.token_tiles)
+
+
+def test_a_schedule_of_another_order_is_refused() -> None:
+    spec = replace(SPECS["u4"], n=4096, k=4096, invariant=True)
+    message = r"one order of sums for all rows of x, split_k=.*, and Schedule\(.* has split_k=8, warps_k=2, step_k=128"
+    with pytest.raises(SpecError, match=message):
+        lowbit.compile(spec, "sm_90a", Schedule(8, 1, 1, 2, 128, 3, split_k=8))
+    with pytest.raises(SpecError, match="has an order of its own; take one with that order, or none"):
+        lowbit.compile(spec, "sm_90a", lowbit.PrefillSchedule())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"compute": "i8", "compute_from": 17}, "compute_from=17 multiplies few rows in another type than many"),
+        ({"experts": 2}, "has no kernels for experts=2; use invariant=False"),
+        ({"weight": "nf4", "compute": "f8e4m3", "fold_scales": True}, "multiplies codes as they are, and those of"),
+    ],
+)
+def test_what_has_several_results_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        replace(S(64, 512, "u4", 64, invariant=True), **fields)
+
+
+def family_of(spec: lowbit.MatmulSpec) -> Any:
+    return FAMILIES["eight_bit" if spec.compute else "decode"]
+
+
+def in_order(spec: lowbit.MatmulSpec, tile: int, target: Target, order: SumOrder) -> list[Any]:
+    groups = family_of(spec).in_order(spec.for_tokens(1), tile, target, order)
+    return [s for group in groups for s in group.schedules]
+
+
+def of_order(
+    spec: lowbit.MatmulSpec, target: Target, schedule: Any, order: SumOrder, tensors: dict[str, Any]
+) -> Multiply:
+    """Returns what multiplies by a kernel, as if its order had been chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "order_of", lambda spec, target: order)
+        mm = Matmul(spec, target, schedule)
+        assert mm.choices.launches(schedule.tokens)[0].schedule == schedule
+        return multiply_of(mm, tensors)
