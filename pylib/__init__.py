@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.quantization.calibration import Calibration
     from lowbit.pylib.quantization.quantized import QuantizedWeight
     from lowbit.pylib.runtime.activation import QuantizedActivation
+    from lowbit.pylib.runtime.batch_invariant import batch_invariant
     from lowbit.pylib.runtime.kernel import Kernel, compile_program, load
     from lowbit.pylib.runtime.overlap import overlap_launches
     from lowbit.pylib.runtime.quantize_activation import quantize_activation
@@ -105,6 +106,7 @@ __all__ = [
     "TiedLinear",
     "TopK",
     "__version__",
+    "batch_invariant",
     "compile",
     "compile_program",
     "export",
@@ -148,6 +150,7 @@ _NEEDS_TORCH = {
     "QuantizedActivation": "runtime.activation",
     "QuantizedWeight": "quantization.quantized",
     "TiedLinear": "nn.embedding",
+    "batch_invariant": "runtime.batch_invariant",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
     "export": "aot.export",

@@ -72,6 +72,11 @@ def takes_over_vllm() -> bool:
     return _flag("LOWBIT_VLLM")
 
 
+def vllm_is_invariant() -> bool:
+    """VLLM_BATCH_INVARIANT, which is vLLM's own."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "").strip().lower() in _YES
+
+
 def _flag(name: str) -> bool:
     given = os.environ.get(name, "").strip().lower()
     if given not in _YES | _NO:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.pylib.layer import reference
+from lowbit.pylib.runtime.batch_invariant import MODE
 from lowbit.pylib.runtime.driver import allocate, on_device
 from lowbit.pylib.runtime.interface import unwritten
 from lowbit.pylib.weights.tensor_checks import ALIGNMENT
@@ -194,10 +195,12 @@ def _rope_kernel(
 def _attention_kernel(
     queries: int, keys: int, columns: int, element: str, rows: int, masked: bool, target: str
 ) -> Kernel:
-    """Returns the kernel for so many tokens: few share out their places among many blocks."""
+    """Returns the kernel for so many tokens: few share out their places among many blocks. Within
+    `lowbit.batch_invariant` all do as one does: parts are added up in their order."""
     from lowbit.passes.kernels.attention import AttentionPlan
     from lowbit.passes.kernels.rope import Heads
 
+    rows = 1 if MODE.on else rows
     blocks, parts = rows * AttentionPlan(Heads(queries, keys, columns), element).blocks, 1
     while parts < _MOST_PARTS and blocks * parts * 2 <= _BLOCKS:
         parts *= 2

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from lowbit.pylib.runtime.batch_invariant import MODE
+
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float, shift: float) -> Tensor:
     """Returns x / sqrt(mean of x^2 + eps) * (gain + shift) in x's type, over the last dim."""
@@ -38,7 +40,9 @@ def attention(
     q: Tensor, keys: Tensor, values: Tensor, held: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """Returns what each query [b, t, queries, columns] makes of the values of the places up to its own
-    [b, t, queries, columns]."""
+    [b, t, queries, columns]; within `lowbit.batch_invariant` token by token."""
+    if MODE.on and q.shape[0] * q.shape[1] > 1:
+        return _by_token(q, keys, values, held, mask, scale)
     if not held.is_cuda:  # else it would have to be waited for
         end = min(int(held) + q.shape[1], keys.shape[2])
         keys, values, mask = keys[:, :, :end], values[:, :, :end], None if mask is None else mask[..., :end]
@@ -50,3 +54,17 @@ def attention(
     each = (tensor.float() for tensor in (q.transpose(1, 2), keys, values))
     y = scaled_dot_product_attention(*each, attn_mask=seen, scale=scale, enable_gqa=True)
     return y.transpose(1, 2).to(q.dtype)
+
+
+def _by_token(
+    q: Tensor, keys: Tensor, values: Tensor, held: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Returns `attention`, called for each token alone."""
+    y = torch.empty_like(q)
+    for b in range(q.shape[0]):
+        one = slice(b, b + 1)
+        of_batch = None if mask is None else mask[one] if mask.shape[0] > 1 else mask
+        for t in range(q.shape[1]):
+            of_token = None if of_batch is None else of_batch[:, :, t : t + 1]
+            y[one, t : t + 1] = attention(q[one, t : t + 1], keys[one], values[one], held + t, of_token, scale)
+    return y

@@ -37,6 +37,7 @@ from lowbit.pylib.nn.packed_module import EXTRA_STATE
 from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
 from lowbit.pylib.operator.expert_calls import sum_of_experts
 from lowbit.pylib.operator.tracing import is_observed
+from lowbit.pylib.runtime.batch_invariant import MODE
 
 
 class LowbitExperts(NoDense):
@@ -150,10 +151,11 @@ class LowbitExperts(NoDense):
         """Returns the stacked weights for a call, if a kernel for all experts serves it.
 
         They are made outside of graphs, which would hold their memory; while torch.compile traces as well. A program
-        that is exported holds the tensors of the layers, and these would be in it twice.
+        that is exported holds the tensors of the layers, and these would be in it twice. Within
+        `lowbit.batch_invariant` each expert is called by itself.
         """
         trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
-        if trains or _is_exported() or target_of(x.device) is None:
+        if trains or MODE.on or _is_exported() or target_of(x.device) is None:
             return None
         if is_compiling():
             _stack_all()

@@ -20,6 +20,7 @@ from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.nn.dense_weight import DenseWeight, NoDense
+from lowbit.pylib.runtime.batch_invariant import MODE, invariant_text
 from lowbit.pylib.runtime.devices import target_at
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import saved as saved_weight
@@ -104,7 +105,7 @@ class PackedModule(NoDense):
         """Returns x W^T [..., n], and the bias added if there is one, for x [..., k] in the act type; under
         `torch.autocast` in any of its types."""
         x = autocast(x, self._act)
-        if is_compiling():  # a graph holds the matmul as text; the operator checks x when the graph runs
+        if is_compiling() or MODE.on:  # a graph holds the matmul as text; the operator checks x when the graph runs
             return torch.ops.lowbit.matmul.packed(x, *self._operands())
         return self.matmul(x, self.packed)
 
@@ -133,9 +134,11 @@ class PackedModule(NoDense):
         self._forget()
 
     def _operands(self) -> tuple[list[Tensor], str]:
-        """Returns what a graph holds of the weight and the matmul: tensors, and the matmul as text."""
+        """Returns what a graph holds of the weight and the matmul: tensors, and the matmul as text, that of equal bits
+        within `lowbit.batch_invariant`."""
         tensors = [getattr(self, name) for name in self._slots]
-        return tensors, _description(self._spec_text, _index(self.codes.device), self.codes)
+        text = invariant_text(self._spec_text) if MODE.on else self._spec_text
+        return tensors, _description(text, _index(self.codes.device), self.codes)
 
     def check(self) -> None:
         """Check buffers that were set one by one as those of a file are checked, and lay them out for kernels.

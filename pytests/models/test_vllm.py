@@ -36,6 +36,7 @@ from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, source
 from lowbit.pylib.integrations.serving.experts import GATES, Experts, each_of, gated, quantize_experts
 from lowbit.pylib.integrations.serving.names import Names, Place
 from lowbit.pylib.integrations.serving.rows import Rows, Share, Source, opened, quantize_rows, rows_of, shares_of
+from lowbit.pylib.runtime import batch_invariant
 
 transformers = pytest.importorskip("transformers")
 
@@ -443,6 +444,17 @@ def serving_of(methods: Any, folder: Path, **config: Any) -> Any:
     serving.apply_vllm_mapper(fake_vllm.WeightsMapper())
     serving.packed_modules_mapping = PACKED
     return serving
+
+
+@pytest.mark.parametrize("given", ["1", "0"])
+def test_vllms_wish_for_equal_bits_is_heard(given: str, methods: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", given)
+    monkeypatch.setattr(batch_invariant.MODE, "on", False)
+    methods.config.LowbitServing()
+    assert batch_invariant.MODE.on == (given == "1")
+    layer = LowbitLinear.from_linear(nn.Linear(64, 32).bfloat16(), U4)
+    (kernels,) = vllm_startup.kinds(layer)
+    assert kernels.spec.invariant == (given == "1")
 
 
 def test_what_vllm_hears_of_layers(methods: Any, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from lowbit.pylib.operator.expert_schema import by_ids
 from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.runtime.batch_invariant import called
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.runtime.top_k_experts import TopKExperts
 from lowbit.pylib.torch_types import TORCH
@@ -160,7 +161,7 @@ class Experts(nn.Module):
 
     def _describe(self, target: str) -> None:
         """Finds what operators are told of the matrices. torch.compile need not trace it."""
-        specs = self.gate_up.spec, self.down.spec
+        specs = called(self.gate_up.spec), called(self.down.spec)
         self._target, self._tiles = target, _tiles(*specs, target)
         self._kernels = tuple(describe(spec, parse_target(target), None) for spec in specs)
 

@@ -26,6 +26,7 @@ from lowbit.pylib.integrations.serving.experts import Experts
 from lowbit.pylib.matmul import compile
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.stacked_experts import target_of
+from lowbit.pylib.runtime.batch_invariant import called
 
 log = logging.getLogger("vllm.lowbit")  # vLLM's own handlers print it
 
@@ -137,7 +138,7 @@ def kinds(held: nn.Module) -> Iterator[Kind]:
         return
     for part in held.modules():
         if isinstance(part, PackedModule) and (target := target_of(part.codes.device)):
-            yield MatmulKernels(part.spec, target, part.packed.wide_range)
+            yield MatmulKernels(called(part.spec), target, part.packed.wide_range)
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.build.knobs import takes_over_vllm
+from lowbit.pylib.build.knobs import takes_over_vllm, vllm_is_invariant
 from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.integrations.choose import check_names, wishes_without
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
@@ -40,6 +40,7 @@ from lowbit.pylib.integrations.vllm.methods import (
 )
 from lowbit.pylib.nn.plan import check_config, naming, plan_module
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.runtime.batch_invariant import MODE
 
 ROUTERS = ("gate", "router")
 """The last names of layers that choose experts for tokens, which has to be precise: they stay dense."""
@@ -56,6 +57,7 @@ class LowbitServing(QuantizationConfig):
     def __init__(self, config: LowbitConfig | None = None) -> None:
         super().__init__()
         check_version(__version__)
+        MODE.on = MODE.on or vllm_is_invariant()
         self.config = LowbitConfig() if config is None else config
         self.startup = Startup()
         self.tied = False
