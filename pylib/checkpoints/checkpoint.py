@@ -20,8 +20,9 @@ from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.description import model_config, quantization_config
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_rows, import_weight
+from lowbit.pylib.checkpoints.registry import format_of, import_between, import_experts, import_rows
 from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles
+from lowbit.pylib.checkpoints.transforms import ROTATED, Rotations, Transform, TransformReader, at_calls
 from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.packed import PackedWeight
@@ -53,6 +54,7 @@ class Checkpoint:
     format                what another library's layers are written in; None for lowbit's own, and without any
     modules               names of the quantized layers
     dense                 names of the tensors that belong to none of them
+    rotations             names of the tensors of what rotates their inputs and outputs at each call
 
     It has the files of the folder that are given, or those that its index names.
     """
@@ -69,7 +71,9 @@ class Checkpoint:
                 self.format = format_of(self.quantization_config)
             self._names = _modules(self.tensors, self.format)
         self.modules = tuple(self._names)
-        used = {name for names in self._names.values() for name in names.values()}
+        self._transforms = TransformReader(self.tensors, at_calls(self.quantization_config) if self.format else [])
+        self.rotations = self._transforms.names_in(self.quantization_config if self.format else {}, self._names)
+        used = self.rotations | {name for names in self._names.values() for name in names.values()}
         self.dense = tuple(name for name in self.tensors if name not in used)
         self._strays = {} if self.format is None else _strays(self.dense, self._names)
 
@@ -86,17 +90,43 @@ class Checkpoint:
         device   where the weight goes; it is unpacked and packed there
         shape    n and k where the model says them, for files that do not: see `lowbit.import_weight`
 
-        Raises CheckpointError, which names the file and the layer.
+        Raises CheckpointError, which names the file and the layer, also for one whose inputs or outputs are rotated.
         """
+        weight, rotations = self.load_between(module, act, device, shape)
         with self._naming_module(module):
-            tensors = self._module_tensors(module, device)
-            if self.format is not None:
-                return import_weight(self.quantization_config, tensors, act or self._act(), shape, module)
-            tensors[saved_weight.SPEC] = tensors.pop(EXTRA_STATE[1:])
-            weight = PackedWeight.from_state_dict(tensors)
-            if act in (None, weight.spec.act):
-                return weight
-            return PackedWeight.from_state_dict(tensors, replace(weight.spec, act=act))
+            if rotations:
+                raise CheckpointError(f"its inputs or outputs are {ROTATED}")
+        return weight
+
+    def load_between(
+        self,
+        module: str,
+        act: Act | None = None,
+        device: torch.device | str = "cpu",
+        shape: tuple[int, int] | None = None,
+    ) -> tuple[PackedWeight, Rotations]:
+        """Returns the weight of a quantized layer, and what rotates its inputs and outputs at each call, if anything
+        does. The arguments are those of `load`."""
+        with self._naming_module(module):
+            weight = self._weight(module, act, device, shape)
+            return weight, self._transforms.of(module, weight.spec.outputs, weight.spec.k).to(weight.device)
+
+    def rotations_of(self, module: str, n: int, k: int) -> Rotations:
+        """Returns what rotates the k inputs and the n outputs of a quantized layer at each call, on the CPU."""
+        with self._naming_module(module):
+            return self._transforms.of(module, n, k)
+
+    def _weight(
+        self, module: str, act: Act | None, device: torch.device | str, shape: tuple[int, int] | None
+    ) -> PackedWeight:
+        tensors = self._module_tensors(module, device)
+        if self.format is not None:
+            return import_between(self.quantization_config, tensors, act or self._act(), shape, module)
+        tensors[saved_weight.SPEC] = tensors.pop(EXTRA_STATE[1:])
+        weight = PackedWeight.from_state_dict(tensors)
+        if act in (None, weight.spec.act):
+            return weight
+        return PackedWeight.from_state_dict(tensors, replace(weight.spec, act=act))
 
     def load_rows(
         self, modules: Sequence[str], act: Act | None = None, device: torch.device | str = "cpu"
@@ -105,7 +135,7 @@ class Checkpoint:
         on top. The arguments are those of `load`."""
         with self._naming_module(modules[0]):
             layers = [self._module_tensors(module, device) for module in modules]
-            return import_rows(self.quantization_config, layers, act or self._act())
+            return import_rows(self.quantization_config, layers, act or self._act(), modules)
 
     def load_experts(
         self, module: str, act: Act | None = None, device: torch.device | str = "cpu"
@@ -115,7 +145,12 @@ class Checkpoint:
             if self.format is None:
                 raise CheckpointError("lowbit saves each expert as a layer of its own; use load()")
             tensors = self._module_tensors(module, device)
-            return import_experts(self.quantization_config, tensors, act or self._act())
+            return import_experts(self.quantization_config, tensors, act or self._act(), module)
+
+    @property
+    def transforms(self) -> Sequence[Transform]:
+        """What another library's configuration says of rotations at each call."""
+        return self._transforms.transforms
 
     def names_of(self, module: str) -> dict[str, str]:
         """Returns the names of a quantized layer's tensors, by what they are called in the layer."""

@@ -85,7 +85,7 @@ def _low_bit_row(
     size = sum(checkpoint.tensors[tensor].nbytes for tensor in checkpoint.names_of(name).values())
     noted = errors.get(name)
     error = noted if isinstance(noted, float) else None
-    if originals is not None and len(weights) == 1:
+    if originals is not None and len(weights) == 1 and not checkpoint.rotations_of(name, *shape[-2:]):
         error = _relative_error(_original(originals, name), weights[0])
     outliers = OutlierRows.of(weights[0]) if len(weights) == 1 else None
     return LayerReport(name, shape, describe(spec), 2 * math.prod(shape), size, error, outliers=outliers)
@@ -96,7 +96,7 @@ def _weights(checkpoint: Checkpoint, name: str) -> list[PackedWeight]:
     shapes = (checkpoint.tensors.shape(tensor) for tensor in checkpoint.names_of(name).values())
     if checkpoint.format is not None and max(map(len, shapes)) > 2:
         return checkpoint.load_experts(name, "bf16")
-    return [checkpoint.load(name, "bf16")]
+    return [checkpoint.load_between(name, "bf16")[0]]
 
 
 def _original(originals: TensorFiles, name: str) -> Tensor | None:

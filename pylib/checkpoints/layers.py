@@ -15,12 +15,14 @@ from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.checkpoints.expert_places import Place
 from lowbit.pylib.checkpoints.placement import Placement
 from lowbit.pylib.checkpoints.registry import without_zero_bias
+from lowbit.pylib.checkpoints.transforms import Rotations
 from lowbit.pylib.nn.dense_experts import MATRICES, count_of, dense_bias, dense_weight
 from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
 from lowbit.pylib.nn.progress import LayerBar
+from lowbit.pylib.nn.rotated import RotatedLinear
 from lowbit.pylib.weights.packed import PackedWeight
 
 
@@ -32,6 +34,13 @@ def home(t: Tensor) -> torch.device:
 def _home_of(module: nn.Module) -> torch.device:
     """Returns where to load what takes the place of a module."""
     return home(next((t for t in (*module.parameters(), *module.buffers())), torch.empty(0, device="cpu")))
+
+
+def layer_of(packed: PackedWeight, rotations: Rotations) -> LowbitLinear | RotatedLinear:
+    """Returns the linear layer of a weight, with rotations if there are some."""
+    if not rotations:
+        return LowbitLinear.from_packed(packed)
+    return RotatedLinear.from_packed(packed, rotations.inputs, rotations.outputs)
 
 
 @dataclass(frozen=True)
@@ -72,14 +81,14 @@ class Loader:
         for owner, places in self.placement.experts.items():
             yield owner, lambda owner=owner, places=places: {owner: self._experts(owner, places)}
 
-    def _layer(self, name: str, here: str) -> LowbitLinear:
+    def _layer(self, name: str, here: str) -> LowbitLinear | RotatedLinear:
         old = self.modules[here]
         linear = as_linear(old)
         shape = linear.out_features, linear.in_features
-        packed = self.checkpoint.load(name, self.act, self.device or _home_of(old), shape)
+        packed, rotations = self.checkpoint.load_between(name, self.act, self.device or _home_of(old), shape)
         packed = packed if linear.bias is not None else without_zero_bias(packed)
         self._check(name, packed, shape, linear.bias is not None)
-        return LowbitLinear.from_packed(packed).train(old.training)
+        return layer_of(packed, rotations).train(old.training)
 
     def _embedding(self, name: str, here: str) -> Mapping[str, nn.Module]:
         old = cast(nn.Embedding | LowbitEmbedding, self.modules[here])

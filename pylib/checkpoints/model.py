@@ -18,7 +18,7 @@ from lowbit.pylib.checkpoints.computed import check_computed, compute_buffers
 from lowbit.pylib.checkpoints.dense import Dense
 from lowbit.pylib.checkpoints.layers import Loader
 from lowbit.pylib.checkpoints.names import Names
-from lowbit.pylib.checkpoints.placement import placed, wanted_layers
+from lowbit.pylib.checkpoints.placement import check_rotations, placed, wanted_layers
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
 from lowbit.pylib.nn.embedding import TiedLinear
 from lowbit.pylib.nn.packed_module import check_model
@@ -138,6 +138,7 @@ def load_checkpoint(
         if not all(matches(tensor, ignore) for tensor in checkpoint.names_of(name).values())
     }
     placement = placed(layers, modules, str(checkpoint.tensors.folder))
+    check_rotations(checkpoint, names, modules, placement)
     loaded = Loader(modules, placement, checkpoint, act, device, progress).replacements()
     places = {place: new for name, new in loaded.items() for place, old in modules.items() if old is modules[name]}
     replaced = tuple(f"{place}.{'weight' if isinstance(new, TiedLinear) else ''}" for place, new in places.items())

@@ -11,6 +11,7 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
 from lowbit.pylib.checkpoints.names import Names
+from lowbit.pylib.checkpoints.transforms import check_applied
 from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.owners import why_changed
@@ -67,6 +68,21 @@ def _check_owner(here: str, modules: Mapping[str, nn.Module], where: str) -> Non
     path, _, leaf = here.rpartition(".")
     if why := why_changed(modules[path], leaf, modules[here]):
         raise CheckpointError(f"{where} is quantized, but in the model {why}")
+
+
+def check_rotations(
+    checkpoint: Checkpoint, names: Names, modules: Mapping[str, nn.Module], placement: Placement
+) -> None:
+    """Raise CheckpointError where a checkpoint rotates what goes into modules of a model, or comes out of them, that it
+    has not quantized."""
+    if not checkpoint.transforms:
+        return
+    called: dict[str, list[str]] = {}
+    for tensor in checkpoint.dense:
+        called.setdefault(names.tensor(tensor).rpartition(".")[0], []).append(tensor.rpartition(".")[0])
+    others = {name: (module, called.get(name, [])) for name, module in modules.items() if name not in placement.linears}
+    with naming(str(checkpoint.tensors.folder)):
+        check_applied(checkpoint.transforms, others)
 
 
 def wanted_layers(checkpoint: Checkpoint, names: Names, modules: Mapping[str, nn.Module]) -> dict[str, str]:

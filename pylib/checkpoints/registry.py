@@ -34,6 +34,7 @@ from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
 from lowbit.pylib.checkpoints.stacked import below
+from lowbit.pylib.checkpoints.transforms import check_unrotated
 from lowbit.pylib.weights.packed import PackedWeight
 
 FORMATS: dict[str, Format] = {
@@ -104,21 +105,45 @@ def import_weight(
                           layers alone is compared with the tensors
 
     The bias is the layer's, rounded to `act`. Raises CheckpointError for tensors that are missing, that contradict each
-    other or the configuration, or that no kernel can read.
+    other or the configuration, or that no kernel can read, and for a layer whose inputs or outputs are rotated.
     """
+    with _as_checkpoint_error():
+        _check_weights_alone(quantization_config, [name])
+    return import_between(quantization_config, tensors, act, shape, name)
+
+
+def import_between(
+    quantization_config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    act: Act = "f16",
+    shape: tuple[int, int] | None = None,
+    name: str = "",
+) -> PackedWeight:
+    """Returns the same of a layer that may be rotated: the weight between its rotations."""
     with _as_checkpoint_error():
         return _read(quantization_config, tensors, shape, name).pack(act)
 
 
 def import_rows(
-    quantization_config: Mapping[str, Any], layers: Sequence[Mapping[str, Tensor]], act: Act = "f16"
+    quantization_config: Mapping[str, Any],
+    layers: Sequence[Mapping[str, Tensor]],
+    act: Act = "f16",
+    names: Sequence[str] = ("",),
 ) -> PackedWeight:
     """Returns several quantized layers that read the same inputs as one weight, with their rows one below the other.
 
-    layers   the tensors of each layer. The other arguments are those of `import_weight`
+    layers   the tensors of each layer
+    names    what the checkpoint calls them. The other arguments are those of `import_weight`
     """
     with _as_checkpoint_error():
+        _check_weights_alone(quantization_config, names)
         return below([_read(quantization_config, tensors) for tensors in layers]).pack(act)
+
+
+def _check_weights_alone(config: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise CheckpointError where a weight does not say what the layers of a configuration compute."""
+    format_of(config)
+    check_unrotated(config, names)
 
 
 def _read(
@@ -128,18 +153,20 @@ def _read(
 
 
 def import_experts(
-    quantization_config: Mapping[str, Any], tensors: Mapping[str, Tensor], act: Act = "f16"
+    quantization_config: Mapping[str, Any], tensors: Mapping[str, Tensor], act: Act = "f16", name: str = ""
 ) -> list[PackedWeight]:
     """Returns the weights of all experts of a layer whose tensors have a first dimension for the expert (gpt-oss).
 
     The arguments are those of `import_weight`, but for the shape.
     """
+    with _as_checkpoint_error():
+        _check_weights_alone(quantization_config, [name])
     counts = {t.shape[0] if t.ndim else 0 for t in tensors.values()}
     if len(counts) != 1 or 0 in counts:
         raise CheckpointError(f"tensors must have one first dimension, the expert's, but have {sorted(counts)}")
     (count,) = counts
     each = ({name: t[expert] for name, t in tensors.items()} for expert in range(count))
-    return [import_weight(quantization_config, expert, act) for expert in each]
+    return [import_between(quantization_config, expert, act) for expert in each]
 
 
 def without_zero_bias(weight: PackedWeight) -> PackedWeight:

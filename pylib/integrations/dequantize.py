@@ -10,6 +10,7 @@ from lowbit.pylib.integrations.saved import low_bit_layers
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.rotated import RotatedLinear
 
 
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -17,7 +18,7 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None) -> None:
     for name, layer in list(low_bit_layers(model)):
         if isinstance(model.get_submodule(".".join(name.split(".")[:-2])), LowbitExperts):
             raise SpecError(f"{name}: experts can't be dequantized; load the dense checkpoint")
-        if isinstance(layer, LowbitLinear):
+        if isinstance(layer, LowbitLinear | RotatedLinear):
             model.set_submodule(name, layer.to_linear(dtype))
         elif isinstance(layer, LowbitEmbedding):
             _dequantize_embedding(model, name, layer, dtype)

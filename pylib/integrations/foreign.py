@@ -9,6 +9,7 @@ library, too, as MLX's files do not; transformers' own answer to that is an erro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -24,9 +25,11 @@ from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, check_dense
 from lowbit.pylib.checkpoints.expert_places import Place
+from lowbit.pylib.checkpoints.layers import layer_of
 from lowbit.pylib.checkpoints.names import Names
-from lowbit.pylib.checkpoints.placement import Placement, placed, wanted_layers
-from lowbit.pylib.checkpoints.registry import import_experts, import_rows, import_weight, without_zero_bias
+from lowbit.pylib.checkpoints.placement import Placement, check_rotations, placed, wanted_layers
+from lowbit.pylib.checkpoints.registry import import_between, import_experts, import_rows, without_zero_bias
+from lowbit.pylib.checkpoints.transforms import Rotations
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.on_load import keep_values
 from lowbit.pylib.integrations.saved import place_empty, tie
@@ -35,7 +38,6 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
-from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.weights.packed import PackedWeight
 
 
@@ -79,10 +81,12 @@ class Foreign:
     targets   for each of their tensors, by the name that transformers gives it, the key of the layer's codes in the
               model, and the tensor's name in the layer. Where a layer is made of several parts, its part comes first
     layers    what the checkpoint calls the layers and embeddings of the model
+    rotations what rotates inputs and outputs of linear layers, by the names in the model
     """
 
     targets: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     layers: dict[str, str] = field(default_factory=dict[str, str])
+    rotations: dict[str, Rotations] = field(default_factory=dict[str, Rotations])
 
 
 def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
@@ -93,9 +97,11 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
         raise CheckpointError(f"{folder}: config.json says {method!r}, but no layer is quantized so")
     check_dense(checkpoint, (name for name in checkpoint.dense if not names.is_ignored(name)))
     placement = placed(wanted_layers(checkpoint, names, modules), modules, folder)
+    check_rotations(checkpoint, names, modules, placement)
     if placement.embeddings:
         tie(model)
-    place_empty(model, placement, _sizes(placement, modules))
+    sizes = _sizes(placement, modules)
+    place_empty(model, placement, sizes)
     single = placement.linears | placement.embeddings
     parts = {layer: (f"{here}.codes", "") for here, layer in single.items()}
     for places in placement.experts.values():
@@ -106,7 +112,22 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
         for layer, (target, part) in parts.items()
         for short, full in shorts[layer]
     }
-    return Foreign(targets, single)
+    return Foreign(targets, single, _rotations(model, checkpoint, placement, sizes))
+
+
+def _rotations(
+    model: Any, checkpoint: Checkpoint, placement: Placement, sizes: Mapping[str, MatmulSpec]
+) -> dict[str, Rotations]:
+    """Returns the rotations of linear layers, read here: several share a tensor, which transformers shall leave out."""
+    if not checkpoint.rotations:
+        return {}
+    names, ignored = Names(model), model._keys_to_ignore_on_load_unexpected or ()
+    read = (re.escape(names.renamed(name)) + "$" for name in checkpoint.rotations)
+    model._keys_to_ignore_on_load_unexpected = {*ignored, *read}
+    return {
+        here: checkpoint.rotations_of(layer, sizes[layer].n, sizes[layer].k)
+        for here, layer in placement.linears.items()
+    }
 
 
 def _target(place: Place) -> tuple[str, str]:
@@ -138,13 +159,15 @@ def _sizes(placement: Placement, modules: Mapping[str, nn.Module]) -> dict[str, 
 class Importer:
     """Puts layers of another library's checkpoint into a model.
 
-    source   the quantization_config
-    act      type of the inputs
+    source      the quantization_config
+    act         type of the inputs
+    rotations   those of `Foreign`
     """
 
     model: nn.Module
     source: Mapping[str, Any]
     act: Act
+    rotations: Mapping[str, Rotations] = field(default_factory=dict[str, Rotations])
 
     def take(self, name: str, layer: str, tensors: dict[str, Tensor]) -> set[str]:
         """Put a layer, an embedding, or a matrix of one expert or of all into the model; returns the keys that the
@@ -158,7 +181,7 @@ class Importer:
             return self._experts(parent, leaf, tensors)
         empty = cast(LowbitLinear | LowbitEmbedding, self.model.get_submodule(name))
         size = empty.spec.n, empty.spec.k
-        return self._put(name, import_weight(self.source, tensors, self.act, size, layer))
+        return self._put(name, import_between(self.source, tensors, self.act, size, layer))
 
     def _experts(self, parent: str, leaf: str, tensors: dict[str, Tensor]) -> set[str]:
         if parts := _parts(tensors):
@@ -178,8 +201,10 @@ class Importer:
             table = LowbitEmbedding.from_packed(packed).in_place_of(empty)
             layers = with_tied([name], table, tied_linears(self.model.named_modules(), empty))
         else:
-            layers = {name: LowbitLinear.from_packed(packed).train(empty.training)}
-        keep_values(cast(PackedModule, layers[name]))
+            rotations = self.rotations.get(name, Rotations()).to(packed.device)
+            layers = {name: layer_of(packed, rotations).train(empty.training)}
+        for module in layers[name].modules():
+            keep_values(module)
         for here, layer in layers.items():
             self.model.set_submodule(here, layer)
         return keys

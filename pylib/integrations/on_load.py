@@ -94,7 +94,7 @@ def quantize_into(target: Target, value: Tensor) -> None:
     target.pending = False
 
 
-def keep_values(layer: PackedModule) -> None:
+def keep_values(layer: nn.Module) -> None:
     """Let transformers give no values to tensors that it has not loaded itself: it would make biases zeros."""
     for tensor in layer.buffers(recurse=False):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]

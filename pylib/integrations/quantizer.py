@@ -51,6 +51,7 @@ from lowbit.pylib.integrations.saved import (
     low_bit_layers,
     multiply_as_saved,
     place_saved,
+    saved_rotations,
     saved_specs,
     start_no_fused,
     tie,
@@ -123,7 +124,7 @@ class LowbitQuantizer(HfQuantizer):
         if self.config.embeddings:
             tie(model)
         if self.config.layers is not None:
-            place_saved(model, self.config.layers)
+            place_saved(model, self.config.layers, saved_rotations(model, self.checkpoint, self.config.layers))
         elif self.config.from_checkpoint:
             self._place_found(model, opened(checkpoint_files) if self.checkpoint is None else self.checkpoint)
         else:
@@ -163,7 +164,8 @@ class LowbitQuantizer(HfQuantizer):
         if checkpoint.format is not None:
             self.foreign = place_foreign(model, checkpoint)
         elif self.pre_quantized or checkpoint.modules:
-            place_saved(model, saved_specs(model, checkpoint))
+            saved = saved_specs(model, checkpoint)
+            place_saved(model, saved, saved_rotations(model, checkpoint, saved))
             fit_lengths(model, checkpoint)
         else:
             check_dense(checkpoint)
@@ -280,7 +282,8 @@ class LowbitQuantizer(HfQuantizer):
                 source = cast(Checkpoint, self.checkpoint).quantization_config
                 with naming(name):
                     layer = self.foreign.layers.get(name, name)
-                    return Importer(model, source, act_of_model(model)).take(name, layer, tensors)
+                    importer = Importer(model, source, act_of_model(model), self.foreign.rotations)
+                    return importer.take(name, layer, tensors)
         except LowbitError as error:
             self.error = error
         return set()

@@ -14,6 +14,7 @@ from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.placement import Placement, placed
 from lowbit.pylib.checkpoints.tensor_files import FLOATS
+from lowbit.pylib.checkpoints.transforms import Rotations
 from lowbit.pylib.nn.dense_experts import MATRICES, count_of
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
@@ -22,7 +23,10 @@ from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.rotated import RotatedLinear
 from lowbit.pylib.weights.saved import check_same, read_spec, with_products_of
+
+NO_ROTATIONS: Mapping[str, Rotations] = {}
 
 
 def saved_specs(model: nn.Module, checkpoint: Checkpoint) -> dict[str, MatmulSpec]:
@@ -32,7 +36,8 @@ def saved_specs(model: nn.Module, checkpoint: Checkpoint) -> dict[str, MatmulSpe
     """
     found: dict[str, MatmulSpec] = {}
     keys, names = checkpoint.tensors.keys(), Names(model)
-    for name in [key.removesuffix(EXTRA_STATE) for key in keys if key.endswith(EXTRA_STATE)]:
+    about = (key for key in keys if key.endswith(EXTRA_STATE) and key not in checkpoint.rotations)
+    for name in [key.removesuffix(EXTRA_STATE) for key in about]:
         with naming(name):
             spec = found[names.module(name)] = read_spec(checkpoint.tensors[name + EXTRA_STATE])
         _check_codes_are_joined(name, spec, keys)
@@ -109,22 +114,50 @@ def check_dense(checkpoint: Checkpoint) -> None:
             )
 
 
-def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
-    """Put empty low-bit modules where a checkpoint of lowbit's own has weights of these specs."""
+def saved_rotations(
+    model: nn.Module, checkpoint: Checkpoint | None, specs: Mapping[str, MatmulSpec]
+) -> dict[str, Rotations]:
+    """Returns what rotates the inputs and outputs of layers of these specs, by their names in the model, if anything
+    does."""
+    if checkpoint is None or not checkpoint.rotations:
+        return {}
+    here = {Names(model).module(name): name for name in checkpoint.modules}
+    found = {name: checkpoint.rotations_of(here[name], spec.outputs, spec.k) for name, spec in specs.items()}
+    return {name: rotations for name, rotations in found.items() if rotations}
+
+
+def place_saved(
+    model: nn.Module, specs: Mapping[str, MatmulSpec], rotations: Mapping[str, Rotations] = NO_ROTATIONS
+) -> None:
+    """Put empty low-bit modules where a checkpoint of lowbit's own has weights of these specs, with rotations."""
     modules = dict(model.named_modules())
     if any(isinstance(modules.get(name), nn.Embedding) for name in specs):
         tie(model)
     place_fused(model, specs)
     fused = dict(low_bit_layers(model))
-    place_empty(model, placed({name: name for name in specs if name not in fused}, modules, "the checkpoint"), specs)
+    placement = placed({name: name for name in specs if name not in fused}, modules, "the checkpoint")
+    place_empty(model, placement, specs, rotations)
     chain_placed(model)
 
 
-def place_empty(model: nn.Module, placement: Placement, specs: Mapping[str, MatmulSpec]) -> None:
-    """Put empty low-bit modules into a model. specs: what they are, by the names that a placement has for layers."""
+def place_empty(
+    model: nn.Module,
+    placement: Placement,
+    specs: Mapping[str, MatmulSpec],
+    rotations: Mapping[str, Rotations] = NO_ROTATIONS,
+) -> None:
+    """Put empty low-bit modules into a model.
+
+    specs       what they are, by the names that a placement has for layers
+    rotations   those of linear layers that have some, by the same names
+    """
     modules = dict(model.named_modules())
     for name, layer in placement.linears.items():
-        model.set_submodule(name, LowbitLinear.empty(specs[layer], "meta"))
+        empty: LowbitLinear | RotatedLinear = LowbitLinear.empty(specs[layer], "meta")
+        if layer in rotations:
+            turned = rotations[layer].to("meta")
+            empty = RotatedLinear(empty.spec, dict(empty.named_buffers()), turned.inputs, turned.outputs)
+        model.set_submodule(name, empty)
     for name, layer in placement.embeddings.items():
         dense = cast(nn.Embedding, modules[name])
         embedding = LowbitEmbedding.empty(specs[layer], "meta").in_place_of(dense)

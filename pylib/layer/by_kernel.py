@@ -44,15 +44,15 @@ def rms_norm(
     counter   int32 or int64 [1], to which `count` is added; both are below 2^31
     """
     hidden = x.shape[-1]
-    if not _served(target, x, gain) or hidden % _PIECE:
+    if not served(target, x, gain) or hidden % _PIECE:
         if counter is not None:
             counter += count
         return reference.rms_norm(x, gain, eps, shift)
     kernel = _norm_kernel(hidden, _ELEMENTS[x.dtype], shift, counter is not None, target)
     counted = () if counter is None else (_word(counter), count)
     with on_device(x.get_device()):
-        y = _unwritten(x.shape, x)
-        kernel.start(_aligned(x), _aligned(gain), y, eps, x.numel() // hidden, *counted)
+        y = unwritten_like(x.shape, x)
+        kernel.start(aligned(x), aligned(gain), y, eps, x.numel() // hidden, *counted)
     return y
 
 
@@ -78,14 +78,14 @@ def rope(
     """
     (b, t, _), (_, count, length, columns) = x.shape, keys.shape
     queries = x.shape[-1] // columns - 2 * count
-    if not _served(target, x, cos, sin, keys, values, *(gains or ())) or columns % (2 * _PIECE):
+    if not served(target, x, cos, sin, keys, values, *(gains or ())) or columns % (2 * _PIECE):
         return _rope_by_torch(x, cos, sin, gains, keys, values, held, eps, shift)
     kernel = _rope_kernel(queries, count, columns, _ELEMENTS[x.dtype], gains is not None, shift, target)
-    normed = (_aligned(gains[0]), _aligned(gains[1]), eps) if gains else ()
-    turns = (_aligned(each.expand(b, t, columns)) for each in (cos, sin))
+    normed = (aligned(gains[0]), aligned(gains[1]), eps) if gains else ()
+    turns = (aligned(each.expand(b, t, columns)) for each in (cos, sin))
     with on_device(x.get_device()):
-        q = _unwritten((b, t, queries * columns), x)
-        kernel.start(_aligned(x), *turns, q, keys, values, _word(held), b * t, t, length, *normed)
+        q = unwritten_like((b, t, queries * columns), x)
+        kernel.start(aligned(x), *turns, q, keys, values, _word(held), b * t, t, length, *normed)
     return q
 
 
@@ -124,14 +124,14 @@ def attention(
     """
     (b, t, _), (_, count, length, columns) = q.shape, keys.shape
     queries = q.shape[-1] // columns
-    if not _served(target, q, keys, values) or columns not in _COLUMNS or b * t > MOST_ROWS:
+    if not served(target, q, keys, values) or columns not in _COLUMNS or b * t > MOST_ROWS:
         y = reference.attention(q.unflatten(-1, (queries, columns)), keys, values, held, mask, scale)
         return y.flatten(2)
     kernel = _attention_kernel(queries, count, columns, _ELEMENTS[q.dtype], b * t, mask is not None, target)
     masked = () if mask is None else _rows_of(mask)
     with on_device(q.get_device()):
-        y = _unwritten(q.shape, q)
-        kernel.start(_aligned(q), keys, values, _word(held), y, b * t, t, length, scale, *masked)
+        y = unwritten_like(q.shape, q)
+        kernel.start(aligned(q), keys, values, _word(held), y, b * t, t, length, scale, *masked)
     return y
 
 
@@ -140,17 +140,17 @@ def _rows_of(mask: Tensor) -> tuple[Tensor, int]:
     all sequences share them."""
     if mask.shape[0] > 1 and mask.stride(0) == 0:
         mask = mask[:1]
-    return _aligned(mask).view(torch.int8), mask.shape[2] * (mask.shape[0] > 1)
+    return aligned(mask).view(torch.int8), mask.shape[2] * (mask.shape[0] > 1)
 
 
-def _served(target: str, *tensors: Tensor) -> bool:
+def served(target: str, *tensors: Tensor) -> bool:
     """Tells whether kernels take tensors of these types and this target, and there are tokens."""
     first = tensors[0]
     alike = all(tensor.dtype is first.dtype for tensor in tensors)
     return target != "cpu" and first.dtype in _ELEMENTS and alike and first.numel() > 0
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Returns a tensor as kernels read it: contiguous, at a multiple of 16 bytes, which slices may not be."""
     whole = tensor.contiguous()
     return whole.clone() if whole.data_ptr() % ALIGNMENT else whole
@@ -161,7 +161,7 @@ def _word(number: Tensor) -> Tensor:
     return number.reshape(1).view(torch.int32)
 
 
-def _unwritten(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def unwritten_like(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Returns memory for a result of a kernel, on the current device if `like` is on a GPU."""
     if not like.is_cuda:
         return unwritten(shape, like.dtype)
@@ -179,7 +179,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _norm_kernel(hidden: int, element: str, shift: float, counts: bool, target: str) -> Kernel:
     from lowbit.passes.kernels.rms_norm import rms_norm_program
 
-    return _compiled(partial(rms_norm_program, hidden, element, shift, counts), target)
+    return compiled(partial(rms_norm_program, hidden, element, shift, counts), target)
 
 
 @lru_cache(maxsize=64)
@@ -189,7 +189,7 @@ def _rope_kernel(
     from lowbit.passes.kernels.rope import HeadNorm, Heads, rope_program
 
     norm = HeadNorm(shift) if normed else None
-    return _compiled(partial(rope_program, Heads(queries, keys, columns), element, norm), target)
+    return compiled(partial(rope_program, Heads(queries, keys, columns), element, norm), target)
 
 
 def _attention_kernel(
@@ -215,10 +215,10 @@ def _attention_of_parts(
     from lowbit.passes.kernels.rope import Heads
 
     plan = AttentionPlan(Heads(queries, keys, columns), element, parts, masked)
-    return _compiled(partial(attention_program, plan), target)
+    return compiled(partial(attention_program, plan), target)
 
 
-def _compiled(program: Callable[[], Program], target: str) -> Kernel:
+def compiled(program: Callable[[], Program], target: str) -> Kernel:
     from lowbit.pylib.runtime.kernel import compile_program
 
     return compile_program(program, target, overlap=True, racecheck=False)

@@ -159,7 +159,7 @@ class PackedModule(NoDense):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the buffers and keep their types; what others have added to the module goes torch's way."""
-        moved = {name: buffer if buffer is None else _moved(buffer, fn) for name, buffer in self._buffers.items()}
+        moved = {name: buffer if buffer is None else moved_bytes(buffer, fn) for name, buffer in self._buffers.items()}
         self._buffers.clear()
         try:
             super()._apply(fn, recurse)
@@ -278,7 +278,7 @@ def _zeros(slot: TensorSlot, device: torch.device | str | None) -> Tensor:
     return torch.zeros(slot.least_shape, dtype=stored_type(slot.storage), device=device)
 
 
-def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+def moved_bytes(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns a buffer where `fn` moves it to, in its own type: torch converts floats only, so it gets to see bytes."""
     as_bytes = buffer.view(torch.uint8)
     moved = fn(as_bytes)

@@ -181,7 +181,7 @@ def test_memory_on_a_gpu_is_asked_for_by_tuples(monkeypatch: pytest.MonkeyPatch)
     asked = list[tuple[object, ...]]()
     monkeypatch.setattr(by_kernel, "allocate", lambda *given: asked.append(given))
     like = SimpleNamespace(is_cuda=True, dtype=torch.float16)
-    by_kernel._unwritten(torch.zeros(2, 3, 4).shape, like)  # type: ignore[arg-type]
+    by_kernel.unwritten_like(torch.zeros(2, 3, 4).shape, like)  # type: ignore[arg-type]
     assert asked == [((2, 3, 4), (12, 4, 1), torch.float16)] and {type(each) for each in asked[0][:2]} == {tuple}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitEmbedding, LowbitExperts, LowbitLinear, SpecError
 from lowbit.pylib.nn.embedding import TiedLinear
+from lowbit.pylib.nn.rotated import RotatedLinear
 
 transformers = pytest.importorskip("transformers")
 
@@ -356,3 +357,55 @@ def test_files_of_mlx(tmp_path: Path) -> None:
         loaded(path, quantization_config=LowbitConfig("u4", 64))
     with pytest.raises(ValueError, match="quant_method"):
         loaded(path)
+
+
+# -- rotations at each call
+
+ROTATED = FIXTURES.parent / "rotated"
+DOWN, Q = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
+
+
+def rotated_llama(name: str, folder: Path) -> Path:
+    """Writes a small Llama with the three layers of a rotated checkpoint, whose other layers are dense."""
+    tensors = load_file(ROTATED / name / "model.safetensors")
+    sizes = {"hidden_size": 192, "intermediate_size": 128, "head_dim": 32, "vocab_size": 64, "num_hidden_layers": 1}
+    biases = {"attention_bias": True, "mlp_bias": True}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, **biases, dtype="float16", tie_word_embeddings=True)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    layers = (MODULE, DOWN, Q)
+    dense = {key: t for key, t in load_file(folder / "model.safetensors").items() if not key.startswith(layers)}
+    save_file(dense | tensors, folder / "model.safetensors", {"format": "pt"})
+    written = json.loads((ROTATED / name / "config.json").read_text())
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"quantization_config": written["quantization_config"]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "rotated"), [("rotated-hadamard", {DOWN}), ("rotated-output", {Q}), ("rotated-permuted", {DOWN})]
+)
+def test_rotated_layers(name: str, rotated: set[str], tmp_path: Path) -> None:
+    path, expected = rotated_llama(name, tmp_path / "theirs"), load_file(ROTATED / name / "expected.safetensors")
+    model = loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    for layer in (MODULE, DOWN, Q):
+        module = model.get_submodule(layer)
+        assert isinstance(module, RotatedLinear if layer in rotated else LowbitLinear)
+        y = expected[f"{layer}.y"]
+        assert float((module(expected[f"{layer}.x"]) - y).norm() / y.norm()) < 5e-3
+    given = logits(model)
+    model.save_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(loaded(tmp_path / "ours")), given)
+    again = empty_like(model)
+    lowbit.load_checkpoint(again, tmp_path / "ours")
+    assert torch.equal(logits(again), given)
+    again = empty_like(model)
+    lowbit.load_checkpoint(again, path)
+    assert torch.equal(logits(again), given)
+
+
+def test_dense_layers_that_are_to_be_rotated(tmp_path: Path) -> None:
+    path = rotated_llama("rotated-random", tmp_path)
+    with pytest.raises(CheckpointError, match="is a Linear that is not quantized, and the transform_config"):
+        loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))

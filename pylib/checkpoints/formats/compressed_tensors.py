@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
+from lowbit.pylib.checkpoints import transforms
 from lowbit.pylib.checkpoints.blocks import Block, of_blocks, order_of
 from lowbit.pylib.checkpoints.config_entries import named, one_of
 from lowbit.pylib.checkpoints.formats import nvfp4
@@ -266,24 +267,6 @@ FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "mixed-precision"),
 )
-MERGED = ("weight_input", "weight_output")
-"""Where the library merges a transform into the weight, so that nothing is left to do."""
-
-
-def _only_merged(transforms: object) -> str:
-    """Returns what is wrong with transforms of which some are left to be done at each call."""
-    match transforms:
-        case {"config_groups": dict(groups)}:
-            applied = [group.get("apply") if isinstance(group, dict) else None for group in groups.values()]
-            each = [one for some in applied for one in (some if isinstance(some, list) else [None])]
-            places = [one.get("location") if isinstance(one, dict) else None for one in each]
-        case _:
-            places = [None]
-    if all(place in MERGED for place in places):
-        return ""
-    return "rotations of what goes into layers or comes out of them are not implemented; use a checkpoint without"
-
-
 ENTRIES = {
     "config_groups": {
         "*": {
@@ -300,7 +283,7 @@ ENTRIES = {
         "format": one_of("dense"),
         **named("global_sparsity", "sparsity_structure", "registry_requires_subclass", "targets"),
     },
-    "transform_config": _only_merged,
+    "transform_config": transforms.problem,
     **named("quantization_status", "version"),
 }
 FORMAT = Format((".weight_packed", ".weight_scale"), _OTHERS, read, ENTRIES)

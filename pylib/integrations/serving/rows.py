@@ -133,7 +133,13 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 @lru_cache(maxsize=2)
 def opened(folder: Path) -> Checkpoint:
     """Returns the checkpoint in a folder. It is kept while layers are made; `opened.cache_clear()` closes it."""
-    return open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.rotations or checkpoint.transforms:
+        raise CheckpointError(
+            f"{folder} rotates what goes into layers or comes out of them at each call, which servers don't do yet; "
+            "load it with lowbit.load_checkpoint or from_pretrained, or serve a checkpoint without"
+        )
+    return checkpoint
 
 
 def check_whole(folder: Path) -> None:

@@ -1,0 +1,183 @@
+"""`RotatedLinear`: a low-bit layer whose inputs, or outputs, are rotated at each call, as QuIP and SpinQuant do it.
+
+The weight was rotated before it was quantized, which spreads its outliers; x W^T stays the same if x is rotated, too.
+The rotations are modules of their own in the layer, and travel with it in the state dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.dialect.errors import PackError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.layer.hadamard import HadamardMatrix, by_torch
+from lowbit.pylib.nn.packed_module import PackedModule, autocast, moved_bytes
+from lowbit.pylib.operator import rotation_schema as rotation_schema  # which declares the operator
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.packed import PackedWeight
+
+INPUTS, OUTPUTS = "input_rotations", "output_rotations"  # names of children of a layer
+
+
+class Rotation(nn.Module):
+    """Multiplies blocks of columns by a matrix. The types of its buffers stay as they are."""
+
+    size: int
+
+    def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
+        """Returns x [..., blocks * size] in f32 times the matrix or its transpose, block by block."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = buffer if buffer is None else moved_bytes(buffer, fn)
+        return self
+
+
+class HadamardRotation(Rotation):
+    """Multiplies by a Hadamard matrix, in one launch.
+
+    matrix   what it is
+    signs    [size] of its columns, 1 and -1, in any type, where it has some
+    """
+
+    signs: Tensor | None
+
+    def __init__(self, matrix: HadamardMatrix, signs: Tensor | None = None) -> None:
+        super().__init__()
+        if (signs is None) != (matrix.signs == "none") or (signs is not None and signs.shape != (matrix.size,)):
+            given = "none" if signs is None else str(list(signs.shape))
+            raise PackError(f"signs are {given}; a matrix with signs={matrix.signs!r} has [{matrix.size}] or none")
+        self.matrix, self.size, self._text = matrix, matrix.size, matrix.text
+        self.register_buffer("signs", signs)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns x [..., blocks * size] times the matrix, in x's type."""
+        return torch.ops.lowbit.hadamard(input, self.signs, self._text, "")
+
+    def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
+        return by_torch(x.float(), self.signs, self.matrix.transposed if transposed else self.matrix)
+
+    def get_extra_state(self) -> Tensor:
+        """Returns what the matrix is, as bytes, which every format of files can hold."""
+        return torch.tensor(list(self._text.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise PackError for the state of another matrix."""
+        if not state.is_meta and bytes(state.tolist()) != self._text.encode():
+            raise PackError(f"the state has another rotation than this layer's, of {self.size} columns")
+
+    def extra_repr(self) -> str:
+        return f"{len(self.matrix.factor)} x {self.matrix.power}, signs={self.matrix.signs!r}"
+
+
+class MatrixRotation(Rotation):
+    """Multiplies by any matrix [size, size] in f32, by torch's own matmul."""
+
+    matrix: Tensor
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.size = len(matrix)
+        self.register_buffer("matrix", matrix)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns x [..., blocks * size] times the matrix, in x's type."""
+        return self.turned(input).to(input.dtype)
+
+    def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
+        matrix = self.matrix.T if transposed else self.matrix
+        with torch.autocast(x.device.type, enabled=False):
+            return (x.float().unflatten(-1, (-1, self.size)) @ matrix).flatten(-2)
+
+    def extra_repr(self) -> str:
+        return f"{self.size} x {self.size}"
+
+
+def rotation_of(tensors: Mapping[str, Tensor]) -> Rotation:
+    """Returns the rotation that a state dictionary describes. Raises PackError for one that describes none."""
+    if "matrix" in tensors:
+        matrix = tensors["matrix"]
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.dtype is not torch.float32:
+            raise PackError(f"matrix is {matrix.dtype} {list(matrix.shape)}; it must be square, in f32")
+        return MatrixRotation(matrix)
+    about = tensors.get("_extra_state")
+    if about is None or about.dtype is not torch.uint8 or about.ndim != 1:
+        raise PackError("a rotation has a matrix, or an _extra_state in bytes that says what it is")
+    try:
+        matrix = HadamardMatrix.of_text(bytes(about.tolist()).decode())
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"the _extra_state of a rotation says no Hadamard matrix: {error}") from None
+    return HadamardRotation(matrix, tensors.get("signs"))
+
+
+class RotatedLinear(PackedModule, nn.Linear):
+    """A linear layer with a packed low-bit weight between rotations: rotate(rotate(x) W^T + bias).
+
+    spec      what is computed between them
+    tensors   those of the packed weight
+    inputs    rotations of x, the first one first
+    outputs   rotations of what the weight makes of it
+    """
+
+    def __init__(
+        self,
+        spec: MatmulSpec,
+        tensors: Mapping[str, Tensor],
+        inputs: Sequence[Rotation] = (),
+        outputs: Sequence[Rotation] = (),
+    ) -> None:
+        PackedModule.__init__(self, spec, tensors)
+        self.in_features, self.out_features = spec.k, spec.outputs
+        self.input_rotations, self.output_rotations = nn.Sequential(*inputs), nn.Sequential(*outputs)
+        for rotations, columns in ((inputs, spec.k), (outputs, spec.outputs)):
+            if wrong := [rotation.size for rotation in rotations if columns % rotation.size]:
+                raise PackError(f"a rotation of {wrong[0]} columns does not divide the {columns} of the layer")
+
+    def _hold(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
+        super()._hold(spec, tensors)
+        if not spec.bias:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_packed(
+        cls, packed: PackedWeight, inputs: Sequence[Rotation] = (), outputs: Sequence[Rotation] = ()
+    ) -> RotatedLinear:
+        """Returns a layer that shares the tensors of a packed weight. The arguments are those of the class.
+
+        Raises PackError for a rotation whose size does not divide the columns.
+        """
+        return cls(packed.spec, packed, inputs, outputs)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns y [..., n] in the spec's out type for x [..., k] in its act type."""
+        x = autocast(input, self._act)
+        return self.output_rotations(self.multiply(self.input_rotations(x)))
+
+    def dequantize(self) -> Tensor:
+        """Returns the weight [n, k] of the dense layer that computes the same, in the act type."""
+        w = super().dequantize().float()
+        for rotation in reversed(cast(list[Rotation], list(self.input_rotations))):
+            w = rotation.turned(w, transposed=True)
+        for rotation in cast(list[Rotation], list(self.output_rotations)):
+            w = rotation.turned(w.T).T
+        return w.to(TORCH[self.spec.act])
+
+    def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """Returns a dense layer that computes the same, in the act type or in another."""
+        weight = self.dequantize()
+        linear = nn.Linear(self.in_features, self.out_features, self.spec.bias, "meta").train(self.training)
+        linear.weight = nn.Parameter(weight.to(dtype or weight.dtype))
+        if self.spec.bias:
+            bias = cast(Any, self).bias.float()
+            for rotation in cast(list[Rotation], list(self.output_rotations)):
+                bias = rotation.turned(bias)
+            linear.bias = nn.Parameter(bias.to(linear.weight.dtype))
+        return linear
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.spec}"
