@@ -29,7 +29,7 @@ PIP_FLAGS  :=
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test check lint types lit pytest slow lowest format clean
+.PHONY: help demo install test check lint types lit pytest slow lowest format pages clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,10 @@ lowest: ## a few tests with the lowest versions that pyproject.toml allows
 
 format: $(READY) ## sort imports and mend what ruff can mend
 	$(PY) -m ruff check --fix .
+
+pages: $(READY) ## the example pages of docs/explain.md
+	$(PY) -m lowbit explain -n 256 -k 1024 -w u4 -g 128 -t sm_90a -m 16 -o docs/explain/decode.html
+	LOWBIT_CPU=x86-64-v3 $(PY) -m lowbit explain -n 64 -k 512 -w u3 -g 128 -t cpu -o docs/explain/cpu.html
 
 clean: ## remove .venv, build/ and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

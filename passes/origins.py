@@ -90,7 +90,7 @@ class Origins:
                 here = int(found[1]) or None
             elif not _OF_LINES.match(line):
                 kept.append(line)
-                numbers.append(here if line.startswith("\t") else None)
+                numbers.append(here if line.startswith("\t") or line.endswith(";") else None)  # inline, without a tab
         self.lines[stage] = tuple(numbers)
         return "\n".join(kept) + "\n"
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
     from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
     from lowbit.pylib.checkpoints.registry import import_experts, import_weight
+    from lowbit.pylib.explain.kernels import explain_program
     from lowbit.pylib.integrations.config import LowbitConfig
     from lowbit.pylib.integrations.gguf import from_gguf
     from lowbit.pylib.matmul import Matmul, compile
@@ -109,6 +110,7 @@ __all__ = [
     "batch_invariant",
     "compile",
     "compile_program",
+    "explain_program",
     "export",
     "from_gguf",
     "fuse_",
@@ -153,6 +155,7 @@ _NEEDS_TORCH = {
     "batch_invariant": "runtime.batch_invariant",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
+    "explain_program": "explain.kernels",
     "export": "aot.export",
     "from_gguf": "integrations.gguf",
     "fuse_": "nn.fuse",

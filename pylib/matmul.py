@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -47,6 +47,9 @@ from lowbit.pylib.runtime.quantizers import quantize_on
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights import packed
 from lowbit.pylib.weights.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from lowbit.pylib.explain.page import Page
 
 
 def compile(
@@ -307,6 +310,24 @@ class Matmul:
         if stage not in programs:
             raise SpecError(f"stage={stage!r} must be one of {', '.join(map(repr, programs))}{self._stage_hint(stage)}")
         return programs[stage]
+
+    def explain(self, m: int = 1) -> Page:
+        """Returns a page that explains the kernel for m rows (of several experts: slots), which a notebook shows:
+        Python, every stage of the IR, PTX and machine code, linked line by line, and pictures of layouts, memory, waves
+        and time. `.save(path)` writes it as one file of HTML, which needs no network.
+
+        The kernel is compiled afresh, and one cluster of its blocks is run in the emulator. Raises SpecError for an m
+        that is no number of rows. Without nvdisasm (`pip install 'lowbit[explain]'`) a page says so in place of SASS.
+        """
+        from lowbit.pylib.explain.kernels import explain_matmul
+
+        return explain_matmul(self.spec, self.target, self._arguments[2], integer("m", m, 1))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the kernels for all numbers of rows."""
+        from lowbit.pylib.explain.page import choices_html
+
+        return choices_html(repr(self), self.choices.to_dict() if self.target.is_gpu else {"rows": []})
 
     def _stage_hint(self, stage: str) -> str:
         """Returns where there is a stage that this target does not have as text, for an error."""

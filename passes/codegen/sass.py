@@ -59,6 +59,17 @@ class Control:
 
         return Control(field(105, 4), not field(109, 1), barrier(110), barrier(113), members(116, 6), members(122, 4))
 
+    @property
+    def words(self) -> str:
+        """What it says, in words."""
+        parts = [f"stalls {self.stall} clocks"]
+        parts += ["lets another warp go first"] * self.yields
+        parts += [f"waits for barriers {', '.join(map(str, self.waits))}"] * bool(self.waits)
+        parts += [f"opens barrier {self.write} with its result"] * (self.write is not None)
+        parts += [f"opens barrier {self.read} when its operands are read"] * (self.read is not None)
+        parts += [f"keeps operands {', '.join(map(str, self.reuse))} for reuse"] * bool(self.reuse)
+        return "; ".join(parts)
+
     def __str__(self) -> str:
         """As maxas and CuAssembler write it, without reuse flags, which stand at the operands: "B01----:R-:W2:Y:S13"
         waits for barriers 0 and 1, opens barrier 2 with its result, yields, and stalls for 13 clocks."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
@@ -149,6 +150,15 @@ class KernelFamily(ABC, Generic[S]):
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: S, target: Target) -> float:
         """About how many microseconds a launch takes: for comparing schedules. inf where the schedule cannot run."""
         return 0.0
+
+    def bounds(self, spec: MatmulSpec, tokens: int, schedule: S, target: Target) -> dict[str, float]:
+        """Microseconds below which a launch for so many tokens can't be, by what bounds it."""
+        x = tokens * (spec.k * spec.x.bytes + spec.outputs * ELEMENTS[spec.out_dtype].bytes)
+        products = tokens * spec.k * spec.n / spec.experts
+        return {
+            "device memory": (spec.bytes + x) / target.costs.bandwidth,
+            "tensor cores": products / target.costs.products,
+        }
 
     def suits(self, spec: MatmulSpec, schedule: S, target: Target, measured: MatmulSpec) -> bool:
         """Whether a schedule may be expected to do for `spec` what it did where it was measured."""

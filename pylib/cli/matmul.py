@@ -28,6 +28,7 @@ from lowbit.pylib.cli.spec_options import (
 
 if TYPE_CHECKING:
     from lowbit.passes.target import Target
+    from lowbit.pylib.explain.page import Page
     from lowbit.pylib.tune.trial import Trial
 
 STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
@@ -64,12 +65,24 @@ def compile_(
       lowbit compile my_kernel.py:scale -t sm_90a --stop-after gpu
     """
     if program is not None:
-        if (spec, tokens, schedule) != (default_spec(), 1, None):
-            raise SpecError(f"{program} is compiled as it is: drop the options of a matmul, its tokens and schedule")
+        _check_alone(program, spec, tokens, schedule)
         compiled = _compile_program(program, target)
     else:
         compiled = _compile_matmul(spec, target, tokens, schedule)
     _write(compiled, stop_after, output, dump)
+
+
+def _check_alone(program: str, spec: MatmulSpec, tokens: int, schedule: str | None) -> None:
+    """Raises SpecError for options of a matmul beside a program."""
+    if (spec, tokens, schedule) != (default_spec(), 1, None):
+        raise SpecError(f"{program} is compiled as it is: drop the options of a matmul, its tokens and schedule")
+
+
+def _page_of_program(program: str, target: str | None) -> Page:
+    from lowbit.pylib.cli.program_files import program_named
+    from lowbit.pylib.explain.kernels import explain_program
+
+    return explain_program(program_named(program), target)
 
 
 @dataclass(frozen=True)
@@ -140,13 +153,22 @@ def _dump(folder: Path, compiled: _Compiled, known: Iterable[Stage]) -> None:
 @takes_spec
 def explain(
     spec: MatmulSpec,
+    program: Annotated[
+        str | None, typer.Argument(metavar="[FILE.py:NAME]", help="A tile program of your own, for -o.")
+    ] = None,
     target: TargetName = None,
+    tokens: Tokens = 1,
     schedule: ScheduleText = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File of HTML to write: the kernel for so many tokens, stage by stage."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show which kernels serve which number of rows, and what each is made of.
+    """Show which kernels serve which number of rows, and what each is made of; or, with -o, one kernel from the spec
+    to the last instruction: every stage side by side and linked, and pictures of layouts, memory and time.
 
-    Nothing is compiled. Of experts it is the number of slots: rows of x times the experts of each.
+    Without -o nothing is compiled. Of experts it is the number of slots: rows of x times the experts of each.
 
     [bold]Examples[/]
 
@@ -155,11 +177,26 @@ def explain(
       lowbit explain -w nf4 -g 64 -t sm_80 --json
 
       lowbit explain -n 196608 -k 2048 -w u4 -g 128 --experts 128 -t sm_90a
+
+      lowbit explain -n 4096 -k 4096 -w u4 -g 128 -t sm_90a -m 16 -o page.html
+
+      lowbit explain my_kernel.py:scale -t sm_90a -o page.html
     """
     from lowbit.pylib.build.kernels import kernel_choices
     from lowbit.pylib.runtime.devices import target_named
 
+    if program is not None:
+        if output is None:
+            raise SpecError(f"{program} has one kernel: name a file for the page that explains it, -o page.html")
+        _check_alone(program, spec, tokens, schedule)
+        _page_of_program(program, target).save(output)
+        return
     parsed = target_named(target)
+    if output is not None:
+        import lowbit
+
+        lowbit.compile(spec, target, parse_schedule(schedule)).explain(tokens).save(output)
+        return
     if not parsed.is_gpu:
         raise TargetError(f"target {parsed} has one program for every number of rows; name a GPU such as sm_90a")
     choices = kernel_choices(spec, parsed, parse_schedule(schedule))

@@ -26,10 +26,11 @@ def compile_file(given: str, target: str | None) -> CompiledKernel:
     from lowbit.pylib.runtime.kernel import gpu_target
 
     chosen = gpu_target(target)
-    return lower_program(_named(given), chosen, lines=knobs.line_info())
+    return lower_program(program_named(given), chosen, lines=knobs.line_info())
 
 
-def _named(given: str) -> Any:
+def program_named(given: str) -> Any:
+    """Returns what `FILE.py:NAME` names. Raises SpecError as `compile_file` does."""
     path, _, name = given.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise SpecError(f"{given!r} must be FILE.py:NAME, the program of a file of yours, such as my_kernel.py:scale")

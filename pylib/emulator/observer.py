@@ -53,13 +53,15 @@ class Access:
     """What one instruction does in shared memory, of all its warps and times.
 
     passes   wavefronts: turns in which the banks give or take a word each; least is the fewest for so many bytes
-    words    how many times each 4-byte word was touched, by its number
+    words    the 4-byte words that were touched, by their numbers
+    first    the offsets of the threads of the first request, and the bytes of each
     """
 
     requests: int = 0
     passes: int = 0
     least: int = 0
-    words: Counter[int] = field(default_factory=Counter[int])
+    words: set[int] = field(default_factory=set[int])
+    first: tuple[list[int], int] = field(default_factory=lambda: ([], 0))
 
 
 @dataclass
@@ -152,7 +154,10 @@ class Watch:
         """Threads touch `size` bytes each, at these offsets of shared memory."""
         access = self._launch.accesses.setdefault(self._instruction, Access())
         for warp in np.unique(lanes // WARP).tolist():
-            passes, least = wavefronts(offset[lanes // WARP == warp], size)
+            of_warp = offset[lanes // WARP == warp]
+            passes, least = wavefronts(of_warp, size)
+            if not access.requests:
+                access.first = of_warp.tolist(), size
             access.requests += 1
             access.passes += passes
             access.least += least

@@ -69,6 +69,37 @@ def test_explain():
     assert "f16 scale per row" in per_row and "eight_bit_prefill  tokens=" in per_row
 
 
+def test_explain_as_a_page(tmp_path: Path):
+    page = tmp_path / "page.html"
+    made = lowbit("explain", *SMALL, "--target", "sm_80", "-m", 8, "-o", page)
+    assert made.exit_code == 0 and not made.output
+    assert "u4[32, 256] f16 scale per 64, int zeros: f16 -&gt; f16, m = 8, on sm_80" in page.read_text()
+    (tmp_path / "own.py").write_text(PROGRAM)
+    assert lowbit("explain", f"{tmp_path}/own.py:ones", "-t", "sm_80", "-o", page).exit_code == 0
+    assert "<h1>ones, on sm_80</h1>" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*SMALL, "-t", "sm_80", "-o", "gone/page.html"), "gone/page.html can't be written (No such file"),
+        ((*SMALL, "-t", "sm_70", "-o", "page.html"), "sm_70"),
+        (("-n", "32", "-k", "250", "-w", "u4", "-g", "64", "-t", "sm_80", "-o", "page.html"), "group_size=64"),
+        (("own.py:scale", "-t", "sm_80"), "name a file for the page that explains it, -o page.html"),
+        (("gone.py:scale", "-t", "sm_80", "-o", "page.html"), "there is no file gone.py"),
+        (("own.py:scale", "-m", "4", "-o", "page.html"), "own.py:scale is compiled as it is: drop the options"),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else value[:24],
+)
+def test_pages_of_what_can_not_be_explained(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = lowbit("explain", *arguments)
+    assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_integer_schedule_by_name():
     schedule = "family=decode_integer,tokens=1,warps_k=4,step_k=256"
     arguments = ("explain", "--weight", "u2", "--target", "sm_90a", "--schedule", schedule)

@@ -42,7 +42,8 @@ print(lowbit.__file__)
 def sources() -> set[str]:
     """Returns the files that belong into a wheel, by their names in `lowbit`."""
     files = [path for link in LINKS for path in (ROOT / link).rglob("*") if path.suffix in (".py", ".json")]
-    files += [path for path in (ROOT / "pylib/aot/c").rglob("*") if path.is_file()]
+    for folder in ("pylib/aot/c", "pylib/explain/templates"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     own = [path.name for path in (ROOT / "lowbit").iterdir() if path.suffix in (".py", ".typed")]
     return {str(path.relative_to(ROOT)) for path in files} | set(own)
 

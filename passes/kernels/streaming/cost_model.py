@@ -32,6 +32,17 @@ def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> f
     return (launch.work() + launch.ends()) * correction(spec, token_tile, s.wgmma, s.cluster, target.costs.decode)
 
 
+def bounds(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> dict[str, float]:
+    """Microseconds that each part takes whose longest one the prediction begins with."""
+    plan = known_plan(spec, s)
+    launch = _Launch(plan, token_tile, target, max(1, blocks_per_sm(plan, target)))
+    return {
+        "device memory": launch.memory(),
+        "L2 cache": launch.cache(),
+        "decoding and products": launch.arithmetic(),
+    }
+
+
 def correction(spec: MatmulSpec, token_tile: int, wgmma: bool, cluster: int, costs: DecodeCosts) -> float:
     """A factor for more than 64 tokens, with which times are comparable to those of the prefill kernels."""
     if token_tile <= 64 or not wgmma:

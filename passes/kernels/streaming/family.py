@@ -39,6 +39,9 @@ class StreamingFamily(KernelFamily[S]):
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: S, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
 
+    def bounds(self, spec: MatmulSpec, tokens: int, schedule: S, target: Target) -> dict[str, float]:
+        return cost_model.bounds(spec, tokens, schedule, target)
+
     def check(self, spec: MatmulSpec, schedule: S, target: Target) -> None:
         if spec.compute and self.operation == "matmul":
             raise SpecError(f"schedule: compute={spec.compute!r} needs an EightBitSchedule, not one of {self.name}")

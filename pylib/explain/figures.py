@@ -1,0 +1,109 @@
+"""What pictures are made of: values, which the page draws as tables and bars, and which files have as SVG.
+
+A picture holds what the compiler, the assembler or the emulator said, cell by cell; how it looks is the template's
+business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+HUES = 12
+"""Colours that cells have."""
+_SIZE, _LEFT, _TOP = 22, 74, 20
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a grid: its text, what it is in words, and the number of its colour; -1: none."""
+
+    text: str
+    title: str
+    hue: int = -1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of cells, with the names of its rows and columns. corner: what these names are."""
+
+    title: str
+    about: str
+    corner: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        return (cell for _, cells in self.rows for cell in cells)
+
+    def svg(self) -> str:
+        """The grid as a file that a page of documentation shows, in light and dark."""
+        width = _LEFT + _SIZE * len(self.columns) + 4
+        height = _TOP + _SIZE * len(self.rows) + 4
+        parts = [f'<text x="{_LEFT - 6}" y="14" text-anchor="end">{escape(self.corner)}</text>']
+        for i, name in enumerate(self.columns):
+            parts.append(f'<text x="{_LEFT + _SIZE * (i + 0.5)}" y="14">{escape(name)}</text>')
+        for j, (name, cells) in enumerate(self.rows):
+            y = _TOP + _SIZE * j
+            parts.append(f'<text x="{_LEFT - 6}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+            for i, cell in enumerate(cells):
+                x, hue = _LEFT + _SIZE * i, cell.hue % HUES * 360 // HUES
+                fill = f"hsl({hue} 60% 55% / .45)" if cell.hue >= 0 else "none"
+                text = f'<text x="{x + _SIZE / 2}" y="{y + 15}">{escape(cell.text)}</text>' if cell.text else ""
+                rect = f'<rect x="{x}" y="{y}" width="{_SIZE}" height="{_SIZE}" fill="{fill}"/>'
+                parts.append(f"<g>{rect}{text}<title>{escape(cell.title)}</title></g>")
+        style = (
+            "text{font:9px ui-monospace,monospace;text-anchor:middle;fill:#222}rect{stroke:#8888}"
+            "text[text-anchor=end]{text-anchor:end}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
+        )
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'role="img"><title>{escape(self.title)}</title><style>{style}</style>{"".join(parts)}</svg>\n'
+        )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar from one place to another, what it is in words, and the number of its colour."""
+
+    begin: float
+    end: float
+    title: str
+    hue: int = 0
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Rows of bars along one axis from 0 to `end`, whose unit is `unit`."""
+
+    title: str
+    about: str
+    unit: str
+    end: float
+    rows: tuple[tuple[str, tuple[Bar, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under names of columns."""
+
+    title: str
+    about: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+Figure = Grid | Bars | Table
+
+
+def kind(figure: Figure) -> str:
+    """The name that the template has for a kind of figure."""
+    return type(figure).__name__.lower()
+
+
+def facts(title: str, about: str, values: dict[str, object]) -> Table:
+    """A table of names and values."""
+    return Table(title, about, ("", "value"), tuple((name, str(value)) for name, value in values.items()))
+

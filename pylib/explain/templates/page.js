@@ -1,0 +1,93 @@
+"use strict";
+const lists = [...document.querySelectorAll("ol")];
+const status_ = document.getElementById("status");
+const byOrigin = new Map();
+for (const list of lists) {
+  [...list.children].forEach((line, i) => {
+    line.setAttribute("role", "option");
+    line.setAttribute("aria-selected", "false");
+    line.id = `${list.parentElement.id}-${i}`;
+    for (const origin of origins(line)) {
+      if (!byOrigin.has(origin)) byOrigin.set(origin, []);
+      byOrigin.get(origin).push(line);
+    }
+  });
+}
+let marked = [];
+
+function origins(line) {
+  return (line.dataset.o || "").split(" ").filter(Boolean);
+}
+
+function moveTo(line) {
+  const list = line.parentElement;
+  list.querySelector(".at")?.classList.remove("at");
+  line.classList.add("at");
+  list.setAttribute("aria-activedescendant", line.id);
+  const end = line.offsetTop + line.offsetHeight - list.clientHeight;
+  list.scrollTop = Math.max(Math.min(list.scrollTop, line.offsetTop), end);
+}
+
+function clear() {
+  for (const line of marked) {
+    line.classList.remove("on");
+    line.setAttribute("aria-selected", "false");
+  }
+  marked = [];
+}
+
+function show(list, line) {
+  if (line) list.scrollTop = line.offsetTop - list.clientHeight / 3;
+}
+
+function pick(line) {
+  clear();
+  marked = [...new Set(origins(line).flatMap((origin) => byOrigin.get(origin)))];
+  for (const each of marked) {
+    each.classList.add("on");
+    each.setAttribute("aria-selected", "true");
+  }
+  for (const list of lists) if (list !== line.parentElement) show(list, list.querySelector(".on"));
+  const counts = lists.map((list) => `${list.querySelectorAll(".on").length} in ${list.parentElement.id}`);
+  status_.textContent = marked.length ? `Marked lines: ${counts.join(", ")}` : "This line belongs to no operation";
+  moveTo(line);
+}
+
+function beside(list, step) {
+  const shown = lists.filter((each) => !each.parentElement.hidden);
+  return shown[shown.indexOf(list) + step];
+}
+
+const keys = {
+  ArrowDown: (at) => at.nextElementSibling && moveTo(at.nextElementSibling),
+  ArrowUp: (at) => at.previousElementSibling && moveTo(at.previousElementSibling),
+  Home: (at) => moveTo(at.parentElement.firstElementChild),
+  End: (at) => moveTo(at.parentElement.lastElementChild),
+  Enter: pick,
+  " ": pick,
+  Escape: clear,
+  ArrowRight: (at) => beside(at.parentElement, 1)?.focus(),
+  ArrowLeft: (at) => beside(at.parentElement, -1)?.focus(),
+};
+for (const list of lists) {
+  list.addEventListener("click", (event) => {
+    const line = event.target.closest("li");
+    if (line) pick(line);
+  });
+  list.addEventListener("focus", () => {
+    if (!list.querySelector(".at")) moveTo(list.querySelector(".on") || list.firstElementChild);
+  });
+  list.addEventListener("keydown", (event) => {
+    const act = keys[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act(list.querySelector(".at") || list.firstElementChild);
+  });
+}
+for (const button of document.querySelectorAll("button[data-pane]")) {
+  button.addEventListener("click", () => {
+    const pane = document.getElementById(button.dataset.pane);
+    pane.hidden = !pane.hidden;
+    button.setAttribute("aria-pressed", String(!pane.hidden));
+  });
+}

@@ -1,0 +1,364 @@
+"""Pages that explain a kernel: their numbers are those of the compiler, and their lines are linked."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lowbit
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
+from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
+from lowbit.passes.codegen import sass
+from lowbit.passes.codegen.cubin import Resources, resource_usage
+from lowbit.passes.kernels.registry import family_named
+from lowbit.passes.targets import parse_target
+from lowbit.pylib.build.kernels import kernel_choices
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.explain import executed
+from lowbit.pylib.explain.figures import Bars, Grid, Table
+from lowbit.pylib.explain.layouts import layout_grid
+from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
+from lowbit.pylib.explain.packing import words_of_lane
+from lowbit.pylib.explain.page import Page
+from lowbit.pylib.explain.text import coloured, coloured_python
+
+SPEC = MatmulSpec(n=64, k=512, weight="u4", group_size=128)
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return lowbit.compile(SPEC, "sm_90a").explain(m=16)
+
+
+def figure(page: Page, title: str) -> Grid | Bars | Table:
+    return next(each for each in page.figures if each.title == title)
+
+
+def values(page: Page, title: str) -> dict[str, str]:
+    """The rows of a table of two columns."""
+    table = figure(page, title)
+    assert isinstance(table, Table)
+    return {row[0]: row[1] for row in table.rows}
+
+
+# -- stages
+
+
+def test_stages_are_those_of_the_matmul(page: Page) -> None:
+    mm = lowbit.compile(SPEC, "sm_90a")
+    assert [pane.name for pane in page.panes] == ["python", "lowbit", "tile", "gpu", "llvm", "ll", "ptx", "sass"]
+    for pane in page.panes[1:7]:
+        wanted = mm.ir(pane.name, 16).partition("\n!llvm.module")[0].rstrip()
+        shown = "\n".join(text_of(line.html) for line in pane.lines)
+        assert _unnumbered(shown) == _unnumbered(wanted), pane.name
+
+
+def _unnumbered(llvm_ir: str) -> str:
+    """LLVM IR without the numbers of its metadata, which depend on what else there is."""
+    return re.sub(r"!\d+", "!", llvm_ir)
+
+
+def text_of(html: str) -> str:
+    """What a browser shows of a line."""
+    found: list[str] = []
+    parser = HTMLParser()
+    parser.handle_data = found.append
+    parser.feed(html)
+    return "".join(found)
+
+
+def test_a_line_is_linked_with_every_stage(page: Page) -> None:
+    """The product: lines of every stage share its operation."""
+    (tile,) = (pane for pane in page.panes if pane.name == "tile")
+    origins = next(line.origins for line in tile.lines if "lowbit.warpgroup_mma" in text_of(line.html))
+    for pane in page.panes:
+        assert any(set(origins) & set(line.origins) for line in pane.lines), pane.name
+
+
+@pytest.mark.parametrize("text", ['%0 = "a<b>"(%x) : i32 // c & d', "\tmov.b32 \t%r1, 0f3F800000;\n\n$L__BB0_5:", ""])
+def test_colours_keep_the_text(text: str) -> None:
+    assert [text_of(line) for line in coloured(text)] == text.split("\n")
+
+
+def test_colours_of_python() -> None:
+    text = 'def f(x: int) -> str:\n    """Says <x>."""\n    return f"{x} & more"'
+    assert [text_of(line) for line in coloured_python(text)][:3] == text.split("\n")
+
+
+def test_without_nvdisasm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "find_nvdisasm", lambda: None)
+    pane = lowbit.compile(SPEC, "sm_90a").explain(m=16).panes[-1]
+    assert not pane.lines and pane.absent == "SASS needs nvdisasm, which is not here; pip install nvidia-cuda-nvdisasm"
+
+
+# -- pictures
+
+
+@pytest.mark.parametrize("weight", ["u1", "u2", "u3", "u4", "u5", "u6", "u7", "i8"])
+def test_bits_of_the_packed_weight(weight: str) -> None:
+    """A weight that `pack` has packed, read by what the picture says of its cells."""
+    spec = MatmulSpec(n=16, k=512, weight=weight, group_size=256)
+    packing = spec.packing
+    codes = torch.randint(0, 2**packing.bits, (16, 512), generator=torch.Generator().manual_seed(0))
+    signed = codes - 128 if weight == "i8" else codes
+    packed = lowbit.compile(spec, "cpu").pack(signed, torch.ones(16, 2))["codes"].numpy().view(np.uint32)
+    for lane in (0, 13):
+        words = packed[0, 0, :, lane].ravel()
+        read = dict.fromkeys(((r, c) for r in range(16) for c in range(packing.chunk)), 0)
+        seen = set()
+        for word, (_, cells) in zip(words.tolist(), words_of_lane(packing, lane).rows):
+            for i, cell in enumerate(cells):
+                if cell.text:
+                    bit, row, column = map(int, re.findall(r"\d+", cell.title))
+                    read[row, column] |= (word >> 31 - i & 1) << bit
+                    seen.add((row, column))
+        assert len(seen) * 32 == 16 * packing.chunk
+        assert all(read[at] == codes[at] for at in seen)
+
+
+@pytest.mark.parametrize(
+    "layout", [MMA_M16N8K16_A, local(2, 1) * spatial(8, 4) * local(1, 2), spatial(4, 8) * replicated(2, 2)], ids=str
+)
+def test_layouts(layout: Layout) -> None:
+    for row, (_, cells) in enumerate(layout_grid(layout, "t").rows):
+        for column, cell in enumerate(cells):
+            (thread, slot), *others = layout.owner((row, column))
+            who = f"warp {thread // 32}, lane {thread % 32}, slot {slot}"
+            assert cell.title.startswith(f"element ({row}, {column}): {who}")
+            assert (f"and {len(others)} more" in cell.title) == bool(others)
+
+
+def test_registers_and_shared_memory(page: Page) -> None:
+    kernel = lowbit.compile(SPEC, "sm_90a").kernel(16)
+    shown = values(page, "Registers, shared memory, occupancy")
+    used = resource_usage(kernel.ptx, parse_target("sm_90a"))
+    assert shown["registers per thread"] == str(used.registers)
+    assert shown["shared memory per block"] == f"{kernel.launch.shared_bytes + used.shared:,} bytes"
+    assert shown["threads per block"] == str(kernel.launch.threads)
+    assert shown["grid"] == " x ".join(map(str, kernel.launch.blocks({"m": 16}, 132)))
+
+
+def test_occupancy() -> None:
+    """Of 128 threads with 128 registers and 100 KB: shared memory has room for two blocks, registers for four."""
+    kernel = lowbit.compile(SPEC, "sm_90a").kernel(16)
+    launch = replace(kernel.launch, threads=128, shared_bytes=100 * 1024)
+    found = Occupancy.of(launch, Resources(128, 0, 0, 0, 0), parse_target("sm_90a"))
+    assert found.limits == {"registers": 4, "shared memory": 2, "threads": 16, "blocks": 32}
+    assert (found.blocks, found.limit) == (2, "shared memory")
+
+
+@pytest.mark.parametrize(("blocks", "per_processor"), [(1, 1), (132, 1), (300, 2), (1000, 3)])
+def test_waves(blocks: int, per_processor: int) -> None:
+    """Every block is on one multiprocessor, once."""
+    grid = waves(blocks, per_processor, parse_target("sm_90a"))
+    held = [int(n) for cell in grid.cells for n in re.findall(r"\d+", cell.title.partition(": ")[2])]
+    assert sorted(held) == list(range(blocks)) and len(grid.rows) == math.ceil(blocks / (132 * per_processor))
+
+
+@pytest.mark.parametrize(("m", "target"), [(1, "sm_90a"), (16, "sm_80"), (300, "sm_90a")])
+def test_roofline(m: int, target: str) -> None:
+    wanted = kernel_choices(SPEC, parse_target(target)).launches(m)[0]
+    found, family = Roofline.of(wanted, m), family_named(wanted.family)
+    tokens = wanted.schedule.tokens  # type: ignore[attr-defined]
+    assert found.predicted == family.predict(wanted.spec, tokens, wanted.schedule, wanted.target)
+    assert found.bounds == family.bounds(wanted.spec, m, wanted.schedule, wanted.target)
+    assert found.bounds[found.bound] == max(found.bounds.values()) > 0
+    assert f"Bound by {found.bound}" in found.figure().about
+
+
+def test_executed_counts_are_those_of_the_emulator() -> None:
+    """One block, watched, and the same block by the emulator's own statistics."""
+    wanted = kernel_choices(SPEC, parse_target("sm_90a")).launches(16)[0]
+    kernel = lowbit.compile(SPEC, "sm_90a").kernel(16)
+    seen = executed.run_one_cluster(wanted, kernel.launch, kernel.ptx, 16)
+    assert seen and seen.whole and not seen.fault
+    emulator, arguments = Emulator(kernel.ptx), executed.arguments(SPEC, kernel.launch, 16)
+    emulator.run(kernel.launch, arguments, blocks=[(x, 0, 0) for x in range(seen.cluster)])
+    by_name: dict[str, int] = {}
+    for number, count in seen.counts.items():
+        name = seen.kernel.instructions[number].name
+        by_name[name] = by_name.get(name, 0) + count
+    assert by_name == dict(emulator.stats)
+
+
+def test_counts_beside_lines(page: Page) -> None:
+    (ptx,) = (pane for pane in page.panes if pane.name == "ptx")
+    products = [line for line in ptx.lines if re.search(r"^\s*(wg)?mma\.\w+\.", text_of(line.html))]
+    assert products and all(int(line.note.replace(",", "")) > 0 for line in products)
+    mix = {row[0]: row for row in figure(page, "Instructions by kind").rows}
+    total = sum(int(line.note.replace(",", "")) for line in ptx.lines if line.note)
+    assert int(mix["all"][1].replace(",", "")) == total
+
+
+# -- other kernels
+
+
+@pytest.mark.parametrize(
+    ("spec", "target", "m", "family"),
+    [
+        (MatmulSpec(n=64, k=512, weight="u4", group_size=128, compute="f8e4m3"), "sm_90a", 4, "eight_bit"),
+        (MatmulSpec(n=256, k=512, weight="u4", group_size=128, experts=4), "sm_80", 4, "experts_decode"),
+        (MatmulSpec(n=128, k=512, weight="nf4", group_size=64, epilogue="silu_mul"), "sm_80", 16, "decode"),
+        (SPEC, "emulator:sm_80", 100_000, "dequantize"),
+        (SPEC, "sm_90a", 300, "prefill"),
+    ],
+    ids=["8 bits", "experts", "fused", "dequantize", "prefill"],
+)
+def test_every_family(spec: MatmulSpec, target: str, m: int, family: str) -> None:
+    page = lowbit.compile(spec, target).explain(m)
+    assert page.about.startswith(f"Kernel family {family}:")
+    assert all(pane.lines for pane in page.panes if pane.name != "sass")
+    assert "It found" not in figure(page, "Instructions by kind").about
+    assert any(line.note for line in page.panes[2].lines)
+
+
+@pytest.mark.parametrize("m", [1, 64])
+def test_cpu(m: int) -> None:
+    page = lowbit.compile(SPEC, "cpu").explain(m)
+    assert [pane.name for pane in page.panes] == ["python", "lowbit", "vector", "llvm", "ll", "asm"]
+    assert all(any(line.origins for line in pane.lines) for pane in page.panes)
+    assert len(page.html) < 5e6
+
+
+def doubled() -> Program:
+    p = Program("double", 32, ("ceil(m / 1)", 1, 1), {"x": "pointer", "y": "pointer", "m": "i32"})
+    with p:
+        x, y = (p.global_view(p[name], "f32", (-1, 32), sizes=[p["m"]]) for name in ("x", "y"))
+        tile = p.load(x, (p.block_id(0), 0), spatial(1, 32), ("none", "none"))
+        p.store(tile + tile, y, (p.block_id(0), 0), ("none", "none"))
+    return p
+
+
+def test_a_program_of_ones_own() -> None:
+    page = lowbit.explain_program(doubled, "sm_90a")
+    python, lowbit_, *_ = page.panes
+    added = next(line for line in python.lines if "tile + tile" in text_of(line.html))
+    assert added.origins and any(set(added.origins) & set(line.origins) for line in lowbit_.lines)
+    assert not any(line.note for line in python.lines)
+    x, y = torch.ones(2, 32), torch.zeros(2, 32)
+    ran = lowbit.explain_program(doubled, "sm_90a", x=x, y=y, m=2)
+    assert any(line.note for line in ran.panes[0].lines) and torch.equal(y[0], 2 * x[0]) and not y[1].any()
+
+
+# -- the page
+
+
+class _Structure(HTMLParser):
+    """Ids, targets of links, and everything that would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids += [given["id"] or ""] if "id" in given else []
+        self.links += [given["href"] or ""] if tag == "a" else []
+        self.links += [f"#{name}" for name in (given.get("aria-labelledby") or "").split()]
+        self.links += [f"#{given['data-pane']}"] if "data-pane" in given else []
+        self.fetched += [str(given)] if tag in ("img", "link", "iframe") or "src" in given else []
+
+
+def test_structure(page: Page) -> None:
+    found = _Structure()
+    found.feed(page.html)
+    assert len(set(found.ids)) == len(found.ids)
+    assert all(link.startswith("#") and link[1:] in found.ids for link in found.links) and len(found.links) > 8
+    assert not found.fetched and "http" not in re.sub(r"<pre.*?</pre>", "", page.html.partition("<body>")[0])
+    assert page.html.count('role="listbox"') == len(page.panes)
+
+
+def test_small_and_soon() -> None:
+    """A decode kernel: below 5 MB; and of the parts that take time, one block of the grid is emulated."""
+    spec = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)
+    wanted = kernel_choices(spec, parse_target("sm_90a")).launches(16)[0]
+    assert len(lowbit.compile(spec, "sm_90a").explain(m=16).html.encode()) < 5e6
+    kernel = lowbit.compile(spec, "sm_90a").kernel(16)
+    seen = executed.run_one_cluster(wanted, kernel.launch, kernel.ptx, 16)
+    assert seen and len(seen.blocks) == seen.cluster and len(seen.events) < 5000
+
+
+def test_save(page: Page, tmp_path: Path) -> None:
+    page.save(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == page.html
+    with pytest.raises(lowbit.SpecError, match=r"page.html can't be written \(No such file.*\); name a file"):
+        page.save(tmp_path / "nowhere" / "page.html")
+
+
+def test_notebooks(page: Page) -> None:
+    assert page._repr_html_().startswith("<iframe title=") and 'srcdoc="&lt;!doctype html&gt;' in page._repr_html_()
+    shown = lowbit.compile(SPEC, "sm_90a")._repr_html_()
+    assert shown.count("<tr>") == 1 + len(lowbit.compile(SPEC, "sm_90a").choices.rows) and "u4[64, 512]" in shown
+    assert "Matmul(" in lowbit.compile(SPEC, "cpu")._repr_html_()
+
+
+@pytest.mark.parametrize("m", [0, -1, True, 1.5])
+def test_rows_that_are_none(m: object) -> None:
+    with pytest.raises(lowbit.SpecError, match="m="):
+        lowbit.compile(SPEC, "sm_90a").explain(m)  # type: ignore[arg-type]
+
+
+# -- in a browser
+
+_PICK = """
+<script>
+const line = [...document.querySelectorAll("#tile li")].find((each) => each.textContent.includes("lowbit.store"));
+line.click();
+const counts = [...document.querySelectorAll("ol")].map((list) => list.querySelectorAll("li.on").length);
+const list = document.querySelector("#ptx ol");
+list.focus();
+const press = (key) => list.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
+press("Home"); press("ArrowDown");
+const active = list.getAttribute("aria-activedescendant");
+press("Escape");
+document.querySelector("button[data-pane=gpu]").click();
+const hidden = document.getElementById("gpu").hidden;
+const overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+const found = {counts, active, left: document.querySelectorAll("li.on").length, hidden, overflow};
+document.body.setAttribute("data-found", JSON.stringify(found));
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def browsed(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The page after some clicks and keys, and what the browser has logged."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here")
+    folder = tmp_path_factory.mktemp("browser")
+    file = folder / "page.html"
+    file.write_text(page.html.replace("</body>", f"{_PICK}</body>"), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    options += ["--window-size=500,900", f"--user-data-dir={folder}/data"]  # as small as a phone, or nearly
+    command = [CHROMIUM, *options, file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    yield done.stdout, done.stderr
+
+
+def test_picking_a_line_in_a_browser(page: Page, browsed: tuple[str, str]) -> None:
+    dom, log = browsed
+    assert "CONSOLE" not in log, [line for line in log.splitlines() if "CONSOLE" in line]
+    found = json.loads(unescape(re.findall(r'data-found="([^"]*)"', dom)[0]))
+    (tile,) = (pane for pane in page.panes if pane.name == "tile")
+    origins = set(next(line.origins for line in tile.lines if "lowbit.store" in text_of(line.html)))
+    wanted = [sum(bool(origins & set(line.origins)) for line in pane.lines) for pane in page.panes if pane.lines]
+    assert found["counts"] == wanted and min(wanted) > 0
+    assert found["active"] == "ptx-1" and found["left"] == 0 and found["hidden"]
+    assert found["overflow"] <= 0  # nothing but panes and pictures scrolls sideways
