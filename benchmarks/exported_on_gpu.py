@@ -4,7 +4,8 @@
 
 It imports torch, for memory and for the reference, and not lowbit: the folder is all that it has. gcc compiles the
 folder's runtime. Every matmul is run for few and for many rows, on a stream of its own, with and without
-LOWBIT_SETTLED, in a CUDA graph, and from two threads at once.
+LOWBIT_SETTLED, in a CUDA graph, and from two threads at once. Codes are packed by the host and by the GPU, and the
+weight is dequantized.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -70,7 +71,7 @@ def build(folder: Path, to: Path) -> ctypes.CDLL:
     c = ctypes.CDLL(str(to / "runtime.so"))
     c.lowbit_error_text.restype = c.lowbit_target.restype = ctypes.c_char_p
     c.microseconds.restype = ctypes.c_double
-    for name in ("tensor_bytes", "workspace_bytes", "expert_tile"):
+    for name in ("tensor_bytes", "workspace_bytes", "dequantize_bytes", "expert_tile"):
         getattr(c, f"lowbit_{name}").restype = ctypes.c_int64
     return c
 
@@ -89,6 +90,8 @@ class Matmul:
         given = self.draw()
         self.weight = self.pack(given)
         self.addresses = pointers(self.weight)
+        self.check_codes(given["codes"])
+        self.check_values()
 
     def check(self, code: int) -> None:
         if code:
@@ -98,15 +101,18 @@ class Matmul:
         """Draws a weight, and keeps its values."""
         n, k = self.about["n"], self.about["k"]
         generator = torch.Generator().manual_seed(1)
-        given = {each["name"]: drawn(each, generator) for each in self.about["weight"]["given"]}
+        given = {each["name"]: drawn(each, k, generator) for each in self.about["weight"]["given"]}
         values = self.decode(given["codes"].double())
         groups = given["scales"].shape[1]
         grouped = values.view(n, groups, -1)
         if "zeros" in given:
             grouped = grouped - given["zeros"].double().unsqueeze(-1)
-        self.values = (grouped * given["scales"].double().unsqueeze(-1)).view(n, k).cuda()
+        values = (grouped * given["scales"].double().unsqueeze(-1)).view(n, k)
+        if "permutation" in given:
+            orders = given["permutation"].long().view(-1, k)  # of each expert
+            values = torch.zeros_like(values).scatter_(1, orders.repeat_interleave(n // len(orders), 0), values)
+        self.values = values.cuda()
         self.bias = given["bias"].double().cuda() if "bias" in given else 0.0
-        self.permutation = given["permutation"].long().cuda() if "permutation" in given else None
         return given
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -126,6 +132,25 @@ class Matmul:
         self.check(c.lowbit_pack(self.handle, listed, len(kept), pointers(host)))
         return [t.cuda() for t in host]
 
+    def check_codes(self, codes: Tensor) -> None:
+        """Packs codes by the kernel."""
+        given, packed = codes.cuda(), torch.full_like(self.weight[0], 0xA5)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        addresses = (ctypes.c_void_p(t.data_ptr()) for t in (given, packed))
+        self.check(self.c.lowbit_pack_codes(self.handle, *addresses, stream))
+        assert torch.equal(packed, self.weight[0]), f"{self.about['name']}: codes are packed otherwise on the GPU"
+
+    def check_values(self) -> None:
+        """Dequantizes the weight."""
+        w = torch.full_like(self.values, torch.nan, dtype=TYPES[self.spec.get("act", "f16")])
+        size = max(self.c.lowbit_dequantize_bytes(self.handle), 1)
+        workspace = torch.full((size,), 0xA5, dtype=torch.uint8, device="cuda")
+        addresses = (ctypes.c_void_p(t.data_ptr()) for t in (w, workspace))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.check(self.c.lowbit_dequantize(self.handle, self.addresses, *addresses, stream))
+        bound = self.values.abs() * torch.finfo(w.dtype).eps + 1e-6
+        assert bool(((w.double() - self.values).abs() <= bound).all()), f"{self.about['name']}: dequantized otherwise"
+
     def inputs(self, m: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns x and what a call of m rows has besides, by name."""
         act, k = TYPES[self.spec.get("act", "f16")], self.about["k"]
@@ -141,11 +166,13 @@ class Matmul:
 
     def expected(self, x: Tensor, others: Mapping[str, Tensor]) -> Tensor:
         """Returns y in float64."""
-        x = x.double() if self.permutation is None else x.double()[:, self.permutation]
+        x = x.double()
         if "rows" in others:
             each = self.values.view(self.about["experts"], -1, self.about["k"])
-            return torch.einsum("sk,snk->sn", x[others["rows"].long()], each[others["of_slots"].long()])
-        h = x @ self.values.T + self.bias
+            slots = [x[rows] @ each[expert].T for expert, rows in rows_of_experts(others)]
+            h = torch.cat(slots)
+        else:
+            h = x @ self.values.T + self.bias
         if self.spec.get("epilogue") == "silu_mul":
             gate, up = h.chunk(2, dim=1)
             return torch.nn.functional.silu(gate) * up
@@ -178,11 +205,11 @@ class Matmul:
         return 4e-2 if self.spec.get("compute") else 1.5e-2 if self.spec.get("act") == "bf16" else 2e-3
 
 
-def drawn(about: Mapping[str, Any], generator: torch.Generator) -> Tensor:
+def drawn(about: Mapping[str, Any], k: int, generator: torch.Generator) -> Tensor:
     """Returns a random tensor as it is given to be packed."""
     name, shape, low = about["name"], about["shape"], about["low"]
-    if name == "permutation":
-        return torch.randperm(shape[0], generator=generator).int()
+    if name == "permutation":  # of each expert
+        return torch.cat([torch.randperm(k, generator=generator) for _ in range(shape[0] // k)]).int()
     if about["integer"]:
         high = min(about["high"], 15) if name == "zeros" else about["high"]
         numbers = torch.randint(low, high + 1, shape, generator=generator)
@@ -203,6 +230,12 @@ def route(m: int, experts: int, tile: int, generator: torch.Generator) -> dict[s
     table = torch.zeros(m + 1, 3, dtype=torch.int32)
     table[: len(tiles) + 1] = torch.tensor([(len(tiles), m, 0), *tiles], dtype=torch.int32)
     return {"rows": rows.int().cuda(), "tiles": table.cuda(), "of_slots": of_slots.cuda()}
+
+
+def rows_of_experts(routing: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yields each expert that has slots, and their rows of x."""
+    for expert in routing["of_slots"].unique().tolist():
+        yield expert, routing["rows"].long()[routing["of_slots"] == expert]
 
 
 def worst(y: Tensor, expected: Tensor) -> float:

@@ -22,7 +22,8 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     specs = {
         "usual": S(256, 512, "u4", group_size=64, zeros="int", bias=True),
         "permuted": S(256, 512, "u4", group_size=64, permuted=True),
-        "experts": S(4 * 128, 256, "u4", group_size=64, experts=4),
+        "gated": S(256, 512, "i4", group_size=64, epilogue="silu_mul"),
+        "experts": S(4 * 128, 256, "u4", group_size=64, experts=4, permuted=True, epilogue="silu_mul"),
     }
     compiler("gcc")
     lowbit.export(specs, this_machine(), tmp_path)

@@ -61,6 +61,10 @@ def test_cpp(built: Path, tmp_path: Path) -> None:
     assert printed == "four callers and a team of three give the same\nwithout scales: scales are missing\n"
 
 
+def test_experts(built: Path, tmp_path: Path) -> None:
+    assert "10 slots of 4 experts: largest error" in run(built / "experts_cpp", folder=tmp_path)
+
+
 def test_fp6(built: Path, tmp_path: Path) -> None:
     assert "f6e3m2 [128, 256]: largest error" in run(built / "fp6_demo", folder=tmp_path)
 
