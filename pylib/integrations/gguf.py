@@ -57,7 +57,8 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
             raise SpecError(f"{name}= is what the file says; leave it out")
     source = read_source(load_gguf(path, ACTS[dtype]))
     contents = _read(source, dtype)
-    fields = {**source.config, "dtype": type_name(dtype)}
+    known = {name: value for name, value in source.config.items() if name not in source.architecture.unknown}
+    fields = {**known, "dtype": type_name(dtype)}
     config = AutoConfig.for_model(source.architecture.model_type, **fields)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)

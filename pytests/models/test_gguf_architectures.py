@@ -6,7 +6,7 @@ architecture says here what its converter writes and changes (convert_hf_to_gguf
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,27 @@ CASES = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
         {"rope.dimension_count": 12},
     ),
+    "falcon": Case(
+        MODEL_ARCH.FALCON,
+        "FalconConfig",
+        {"multi_query": True, "new_decoder_architecture": False, "num_kv_heads": 1},
+        {"attention.head_count_kv": 1, "feed_forward_length": 256},
+        rms=False,
+    ),
+    "falcon-11b": Case(
+        MODEL_ARCH.FALCON,
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "num_ln_in_parallel_attn": 1},
+        {"feed_forward_length": 256},
+        rms=False,
+    ),
+    "falcon-40b": Case(
+        MODEL_ARCH.FALCON,
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "tie_word_embeddings": False},
+        {"feed_forward_length": 256},
+        rms=False,
+    ),
     "command-r": Case(
         MODEL_ARCH.COMMAND_R,
         "CohereConfig",
@@ -144,7 +165,8 @@ def written(case: Case, model: Any, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[case.arch])
     config, prefix = model.config, gguf.MODEL_ARCH_NAMES[case.arch]
     norm = "attention.layer_norm_rms_epsilon" if case.rms else "attention.layer_norm_epsilon"
-    eps = next(getattr(config, n) for n in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon") if hasattr(config, n))
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    eps = next(getattr(config, n) for n in names if hasattr(config, n))
     facts: Facts = {
         "block_count": LAYERS,
         "context_length": 128,
@@ -197,6 +219,10 @@ def changed(case: Case, name: str, value: Tensor) -> Tensor:
     if case.paired and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = len(value) // HEAD
         return value.reshape(heads, 2, HEAD // 2, -1).swapaxes(1, 2).reshape(value.shape)
+    if case.arch is MODEL_ARCH.FALCON and name.endswith("query_key_value.weight"):  # conversion/falcon.py
+        groups = value.view(case.fields["num_kv_heads"], -1, HEAD, HEADS * HEAD)
+        parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
+        return torch.cat([part.reshape(-1, HEADS * HEAD) for part in parts])
     return value + case.shift if name.endswith("norm.weight") else value
 
 
@@ -223,7 +249,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 def test_every_architecture_is_tested() -> None:
     others = {"llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma3"}  # test_gguf_model.py, test_gguf_experts.py
-    assert {name.partition("-long")[0].partition("-partial")[0] for name in CASES} | others == KNOWN.keys()
+    assert {gguf.MODEL_ARCH_NAMES[case.arch] for case in CASES.values()} | others == KNOWN.keys()
 
 
 WRONG: list[tuple[str, Facts, str]] = [
@@ -231,6 +257,11 @@ WRONG: list[tuple[str, Facts, str]] = [
     ("olmoe", {"attention.clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv: models that clamp q, k and v can't be loaded"),
     ("glm4", {"rope.dimension_count": 17}, "glm4.rope.dimension_count is 17; only 16 can be loaded"),
     ("granite", {"rope.dimension_count": 8}, "granite.rope.dimension_count is 8; only 16 can be loaded"),
+    (
+        "falcon-11b",
+        {"attention.head_count": 10, "attention.head_count_kv": 3, "attention.key_length": 8},
+        "falcon.attention.head_count is 10, no multiple of head_count_kv, 3",
+    ),
     ("granite", {"attention.head_count_kv": 1}, "self_attn.k_proj.weight is .* but .* in the model"),
 ]
 
@@ -239,7 +270,6 @@ WRONG: list[tuple[str, Facts, str]] = [
 def test_facts_that_can_not_be_loaded(name: str, facts: Facts, message: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = dense_model(case)
-    fields = {"arch": case.arch, "config": case.config, "paired": case.paired, "rms": case.rms}
-    path = written(Case(**fields, facts={**case.facts, **facts}), model, tmp_path / "m.gguf")
+    path = written(replace(case, facts={**case.facts, **facts}), model, tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=message):
         lowbit.from_gguf(path)

@@ -5,6 +5,9 @@ tensors (convert_hf_to_gguf.py), which `Source` undoes:
 
     llama, granite, smollm3    rows of q and k: llama.cpp rotates neighbours, transformers the halves of a head
     gemma, gemma2, gemma3      norms multiply by the weight in the file, by 1 + weight in transformers
+    falcon                     rows of q, k and v: those of all queries, all keys and all values in the file; in
+                               transformers those of each key with its queries and its value
+                               (conversion/falcon.py, FalconModel.modify_tensors)
 
 In all other architectures llama.cpp rotates q and k as transformers does.
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -29,6 +32,7 @@ from lowbit.pylib.checkpoints.gguf.file import GgufFile
 
 __all__ = ["EMBEDDINGS", "KNOWN", "Source", "read_source"]
 
+BLOCKS = "model.layers"
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK = {
     "attn_norm": "input_layernorm",
@@ -59,6 +63,19 @@ GEMMA_NORMS = {
 AFTER = {name: GEMMA_NORMS[name] for name in ("post_attention_norm", "post_ffw_norm")}
 """The norms of models that have none before attention and MLP."""
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+FALCON_TOP = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+FALCON = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+TWO_NORMS = {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
 GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 
 
@@ -73,6 +90,11 @@ class Architecture:
     facts         tensors that say something of the configuration
     norm_shift    what the weights of norms are larger by than in transformers
     with_experts  the kind of a model that a file calls the same, but that has experts; None if there is none
+    others        kinds that a file calls the same, each by a tensor that it alone has
+    top           modules that are in no block, likewise
+    blocks        what the list of blocks is called
+    grouped_qkv   rows of q, k and v in one matrix are together by keys
+    unknown       fields that most configurations have, and this one has not
     """
 
     model_type: str
@@ -82,6 +104,11 @@ class Architecture:
     facts: Collection[str] = (ROPE_FACTORS,)
     norm_shift: float = 0.0
     with_experts: Architecture | None = None
+    others: Mapping[str, Architecture] = field(default_factory=dict[str, "Architecture"])
+    top: Mapping[str, str] = field(default_factory=lambda: TOP)
+    blocks: str = BLOCKS
+    grouped_qkv: bool = False
+    unknown: Collection[str] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -142,19 +169,29 @@ class Source:
     def _renamed(self, name: str) -> str:
         path, _, part = name.rpartition(".")
         block = re.fullmatch(r"blk\.(\d{1,9})\.(\w+)", path)
-        module = self.architecture.names.get(block[2]) if block else TOP.get(path)
+        module = self.architecture.names.get(block[2]) if block else self.architecture.top.get(path)
         if module is None or part not in ("weight", "bias"):
             raise CheckpointError(f"{self.file.path}: {name} is no tensor of {self.architecture.model_type} models")
-        return f"model.layers.{block[1]}.{module}.{part}" if block else f"{module}.{part}"
+        return f"{self.architecture.blocks}.{block[1]}.{module}.{part}" if block else f"{module}.{part}"
 
     def order(self, name: str) -> Tensor | None:
         """Returns which row of a tensor comes first, second and so on in transformers; None if none moves."""
+        if self.architecture.grouped_qkv and ".attn_qkv." in name:
+            return self._by_keys()
         if not self.architecture.paired_rows or not re.search(r"\.attn_[qk]\.", name):
             return None
         rows, head = self.file.shape(name)[0], self.config["head_dim"]
         if rows % head or head % 2:
             raise CheckpointError(f"{self.file.path}: {name} has {rows} rows, which are not heads of {head}")
         return torch.arange(rows, device="cpu").view(-1, head // 2, 2).mT.reshape(-1)
+
+    def _by_keys(self) -> Tensor:
+        """Returns the order of rows by which each key has its queries in front and its value behind."""
+        queries, keys, head = (self.config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        with torch.device("cpu"):
+            heads = torch.arange(queries + 2 * keys)
+            grouped = torch.cat((heads[:queries].view(keys, -1), heads[queries:].view(2, keys).T), 1)
+            return (grouped.reshape(-1, 1) * head + torch.arange(head)).flatten()
 
     def dense(self, name: str, value: Tensor) -> Tensor:
         """Returns a dense tensor as transformers has it."""
@@ -178,6 +215,7 @@ def _architecture(about: About) -> Architecture:
     known = KNOWN.get(about.name) if isinstance(about.name, str) else None
     if known is None:
         raise CheckpointError(f"architecture {about.name!r} can't be loaded; what can is {', '.join(KNOWN)}")
+    known = next((other for tensor, other in known.others.items() if about.has(tensor)), known)
     if known.has_experts or (count := about.value("expert_count")) in (None, 0, 1):
         return known
     if known.with_experts is None:
@@ -196,6 +234,14 @@ _MLP = {**_without("ffn_gate"), "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _QKV = {**_without("attn_q", "attn_k", "attn_v", "ffn_gate"), **FUSED}
 _GLM = {**_without("ffn_gate"), "ffn_up": FUSED["ffn_up"], **GLM_NORMS}
 _SEED = {**_without("ffn_norm"), "post_attention_norm": BLOCK["ffn_norm"]}
+_FALCON: dict[str, Any] = {
+    "more": configuration.falcon,
+    "top": FALCON_TOP,
+    "blocks": "transformer.h",
+    "grouped_qkv": True,
+    "unknown": ("head_dim", "intermediate_size", "num_key_value_heads"),
+}
+_FALCON_40B = Architecture("falcon", {**FALCON, **TWO_NORMS}, **_FALCON)
 KNOWN: Mapping[str, Architecture] = {
     "llama": Architecture("llama", BLOCK, configuration.llama, paired_rows=True, with_experts=_MIXTRAL),
     "qwen2": Architecture("qwen2", BLOCK, configuration.qwen2),
@@ -205,6 +251,7 @@ KNOWN: Mapping[str, Architecture] = {
     "gemma": Architecture("gemma", BLOCK, configuration.gemma, norm_shift=1.0),
     "gemma2": Architecture("gemma2", {**BLOCK, **GEMMA_NORMS}, configuration.gemma2, norm_shift=1.0),
     "gemma3": Architecture("gemma3_text", {**_HEADS, **GEMMA_NORMS}, configuration.gemma3, norm_shift=1.0),
+    "falcon": Architecture("falcon", FALCON, others={"blk.0.attn_norm_2.weight": _FALCON_40B}, **_FALCON),
     "phi3": Architecture("phi3", _QKV, configuration.phi3, facts=LONG_ROPE.values()),
     "command-r": Architecture("cohere", {**_without("ffn_norm"), **HEAD_NORMS}, configuration.cohere),
     "cohere2": Architecture("cohere2", _without("ffn_norm"), configuration.cohere2),

@@ -299,6 +299,31 @@ def cohere2(about: About) -> dict[str, Any]:
     return {**found, "sliding_window": about.integer("attention.sliding_window"), "layer_types": types}
 
 
+def falcon(about: About) -> dict[str, Any]:
+    """Returns Falcon's fields: 7B has one key, 11B several and one norm, 40B and 180B two norms.
+
+    Raises CheckpointError for Falcon RW, which has biases, and places as ALiBi has them.
+    """
+    if about.has("blk.0.attn_qkv.bias"):
+        raise CheckpointError("blk.0.attn_qkv.bias: models with ALiBi, such as Falcon RW, can't be loaded")
+    heads, keys = about.integer("attention.head_count"), about.integer("attention.head_count_kv")
+    if heads % keys:
+        raise CheckpointError(f"falcon.attention.head_count is {heads}, no multiple of head_count_kv, {keys}")
+    norms = 2 if about.has("blk.0.attn_norm_2.weight") else 1
+    return {
+        **_layer_norm(about, "layer_norm_epsilon"),
+        "rope_parameters": _rope(about),
+        "ffn_hidden_size": about.integer("feed_forward_length"),
+        "num_kv_heads": keys,
+        "multi_query": True,
+        "new_decoder_architecture": keys > 1 or norms > 1,
+        "num_ln_in_parallel_attn": norms,
+        "alibi": False,
+        "bias": False,
+        "parallel_attn": True,
+    }
+
+
 def granite(about: About) -> dict[str, Any]:
     """Returns Granite's factors, which are 1 where a file has none."""
     keys = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
