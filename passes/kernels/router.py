@@ -81,6 +81,16 @@ class RouterPlan:
         """Returns how many numbers of experts are in shared memory, those that are none at the end included."""
         return max(_power_of_two(self.experts), THREADS // self.lanes, self.lanes)
 
+    @property
+    def first_row(self) -> int:
+        """Returns the row of the first token's logits in the workspace, behind the counters."""
+        return COUNTERS // self.experts + 1
+
+    @property
+    def workspace(self) -> int:
+        """Returns bytes of counters and logits."""
+        return 4 * self.experts * (self.first_row + MOST_TOKENS)
+
 
 def router_program(plan: RouterPlan) -> Program:
     """Returns the program.
@@ -90,9 +100,8 @@ def router_program(plan: RouterPlan) -> Program:
     """
     pointers = ["x", "weight", "logits", "scores", "ids", *["bias"] * plan.biased, *["correction"] * plan.corrected]
     names = dict.fromkeys(pointers, "pointer") | {"m": "i32", "scale": "f32", WORKSPACE: "pointer"}
-    workspace = 4 * (COUNTERS + MOST_TOKENS * plan.experts)
     grid = (f"ceil(m / {plan.tokens})", plan.blocks, 1)
-    p = Program("router", THREADS, grid, names, workspace=workspace)
+    p = Program("router", THREADS, grid, names, workspace=plan.workspace)
     with p:
         p.grid_launch_dependents()
         block = _Block(p, plan)
@@ -116,9 +125,7 @@ class _Block:
         self.of_rows = self._columns(_ROWS)
         self.beyond = "none" if self.of_rows.shape[1] == plan.hidden else "zero"
         self.weight = p.global_view(p["weight"], plan.weight, (plan.experts, plan.hidden))
-        self.memory = p.global_view(
-            p[WORKSPACE], "f32", (-1, plan.experts), sizes=[COUNTERS // plan.experts + 1 + p["m"]]
-        )
+        self.memory = p.global_view(p[WORKSPACE], "f32", (-1, plan.experts), sizes=[p["m"] + plan.first_row])
 
     def _columns(self, rows: int) -> Layout:
         return local(rows, self.pieces).spatial(1, THREADS).local(1, _COLUMNS)
@@ -137,12 +144,8 @@ class _Block:
             row = p.load(bias, (0, self.expert), logits.layout.reduce((0,)), ("none", "zero"))
             logits = logits + p.cast(row, "f32")
         given = p.global_view(p["logits"], plan.logits, (-1, plan.experts), sizes=[p["m"]])
-        p.store(logits, self.memory, (self._row(self.token), self.expert), ("skip", "skip"))
+        p.store(logits, self.memory, (self.token + plan.first_row, self.expert), ("skip", "skip"))
         p.store(p.cast(logits, plan.logits), given, (self.token, self.expert), ("skip", "skip"))
-
-    def _row(self, token: Scalar) -> Scalar:
-        """Returns the row of a token's logits in the workspace, behind the counters."""
-        return token + (COUNTERS // self.plan.experts + 1)
 
     def _products(self) -> Tile:
         """Returns the products of tokens and experts [tokens, experts of a block]."""
@@ -197,7 +200,7 @@ class _Block:
         p, plan = self.p, self.plan
         layout = local(1, -(-plan.width // THREADS)).spatial(1, THREADS)
         inside = p.iota(1, layout) < plan.experts
-        value = p.load(self.memory, (self._row(token), 0), layout, ("clamp", "zero"))
+        value = p.load(self.memory, (token + plan.first_row, 0), layout, ("clamp", "zero"))
         if not plan.softmax:
             value = p.reciprocal(p.exp(-value) + 1.0)
         value = p.select(inside, value, -inf)

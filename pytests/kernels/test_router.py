@@ -80,6 +80,11 @@ def test_numbers_of_experts(experts: int, top_k: int, target: str) -> None:
     assert_routes(2, 64, experts, top_k, SOFTMAX, target, F16, F16)
 
 
+def test_as_many_tokens_as_a_launch_takes() -> None:
+    """The logits of all are in the workspace."""
+    assert_routes(64, 8, 24, 2, SOFTMAX, "emulator:sm_90a", F32, F32)
+
+
 @TARGETS
 def test_a_bias(target: str) -> None:
     assert_routes(2, 2880, 32, 4, SOFTMAX, target, biased=True)
