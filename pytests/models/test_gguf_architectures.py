@@ -59,6 +59,9 @@ class Case:
 
 LONG = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 5e4, "original_max_position_embeddings": 64, **LONG}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4}
+YARN |= {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
+MINISTRAL_ROPE = {**YARN, "llama_4_scaling_beta": 0.5}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 4}
 CASES = {
     "gemma": Case(MODEL_ARCH.GEMMA, "GemmaConfig", {"head_dim": HEAD}, shift=1.0),
@@ -122,6 +125,29 @@ CASES = {
         "GraniteConfig",
         GRANITE,
         {"attention.scale": 0.3, "embedding_scale": 12.0, "residual_scale": 0.2, "logit_scale": 4.0},
+        paired=True,
+    ),
+    "mistral3": Case(  # conversion/mistral3.py: LlamaModel's tensors, and two facts more
+        MODEL_ARCH.MISTRAL3,
+        "Ministral3Config",
+        {"head_dim": HEAD, "rope_parameters": MINISTRAL_ROPE},
+        {
+            "rope.freq_base": 1e4,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 4,
+            "rope.scaling.yarn_beta_fast": 4.0,
+            "rope.scaling.yarn_beta_slow": 0.5,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.5,
+        },
+        paired=True,
+    ),
+    "mistral3-short": Case(
+        MODEL_ARCH.MISTRAL3,
+        "Ministral3Config",
+        {"head_dim": HEAD, "rope_parameters": {**MINISTRAL_ROPE, "rope_type": "default", "llama_4_scaling_beta": 0.0}},
+        {"rope.freq_base": 1e4},
         paired=True,
     ),
     "olmo2": Case(MODEL_ARCH.OLMO2, "Olmo2Config"),
@@ -257,6 +283,11 @@ WRONG: list[tuple[str, Facts, str]] = [
     ("olmoe", {"attention.clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv: models that clamp q, k and v can't be loaded"),
     ("glm4", {"rope.dimension_count": 17}, "glm4.rope.dimension_count is 17; only 16 can be loaded"),
     ("granite", {"rope.dimension_count": 8}, "granite.rope.dimension_count is 8; only 16 can be loaded"),
+    (
+        "mistral3",
+        {"rope.scaling.yarn_ext_factor": 0.5},
+        "mistral3.rope.scaling.yarn_ext_factor is 0.5; only 1 can be loaded",
+    ),
     (
         "falcon-11b",
         {"attention.head_count": 10, "attention.head_count_kv": 3, "attention.key_length": 8},

@@ -3,7 +3,8 @@
 Keys of the metadata and names of tensors are those of llama.cpp (gguf-py/gguf/constants.py). Its converters change some
 tensors (convert_hf_to_gguf.py), which `Source` undoes:
 
-    llama, granite, smollm3    rows of q and k: llama.cpp rotates neighbours, transformers the halves of a head
+    llama, granite, smollm3,
+    mistral3                   rows of q and k: llama.cpp rotates neighbours, transformers the halves of a head
     gemma, gemma2, gemma3      norms multiply by the weight in the file, by 1 + weight in transformers
     falcon                     rows of q, k and v: those of all queries, all keys and all values in the file; in
                                transformers those of each key with its queries and its value
@@ -256,6 +257,7 @@ KNOWN: Mapping[str, Architecture] = {
     "command-r": Architecture("cohere", {**_without("ffn_norm"), **HEAD_NORMS}, configuration.cohere),
     "cohere2": Architecture("cohere2", _without("ffn_norm"), configuration.cohere2),
     "granite": Architecture("granite", BLOCK, configuration.granite, paired_rows=True),
+    "mistral3": Architecture("ministral3", BLOCK, configuration.mistral3, paired_rows=True),
     "olmo2": Architecture("olmo2", {**_without(*_NORMS), **HEAD_NORMS, **AFTER}, configuration.olmo2),
     "olmoe": Architecture("olmoe", {**_HEADS, **ROUTER}, configuration.olmoe),
     "smollm3": Architecture("smollm3", BLOCK, configuration.smollm3, paired_rows=True),

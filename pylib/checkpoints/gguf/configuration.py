@@ -148,8 +148,21 @@ def _scaling(about: About) -> dict[str, Any]:
         raise CheckpointError(f"{about.name}.rope.scaling.type is {kind!r}; only none, linear and yarn can be loaded")
     scaling = {"rope_type": kind, "factor": float(about.number("rope.scaling.factor"))}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = about.integer("rope.scaling.original_context_length")
+        scaling |= _yarn(about)
     return scaling
+
+
+def _yarn(about: About) -> dict[str, Any]:
+    """Returns YaRN's settings. Raises CheckpointError for two that transformers has in other ways, or not at all."""
+    for key in ("yarn_ext_factor", "yarn_attn_factor"):
+        if (found := about.value(f"rope.scaling.{key}")) not in (None, 1):
+            raise CheckpointError(f"{about.name}.rope.scaling.{key} is {found!r}; only 1 can be loaded")
+    given = {name: about.value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    betas = {name: float(about.number(f"rope.scaling.yarn_{name}")) for name, value in given.items() if value}
+    log = about.value("rope.scaling.yarn_log_multiplier")
+    scales = {"mscale": 1.0, "mscale_all_dim": float(about.number("rope.scaling.yarn_log_multiplier"))} if log else {}
+    length = about.integer("rope.scaling.original_context_length")
+    return {"original_max_position_embeddings": length, **betas, **scales}
 
 
 def _llama3(about: About, base: float) -> dict[str, Any]:
@@ -329,6 +342,14 @@ def granite(about: About) -> dict[str, Any]:
     keys = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
     keys |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
     return {**llama(about), **{field: float(about.number(key, 1.0)) for field, key in keys.items()}}
+
+
+def mistral3(about: About) -> dict[str, Any]:
+    """Returns what Ministral 3 has beside Llama: queries of long texts are scaled (attention.temperature_scale)."""
+    rope, length = _rope(about), about.integer("context_length")
+    beta = about.value("attention.temperature_scale")
+    scaled = {"llama_4_scaling_beta": float(about.number("attention.temperature_scale")) if beta else 0.0}
+    return {**_rms(about), "rope_parameters": {"original_max_position_embeddings": length, **rope, **scaled}}
 
 
 def olmo2(about: About) -> dict[str, Any]:
