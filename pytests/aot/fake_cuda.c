@@ -30,7 +30,7 @@ typedef struct {
 
 static __thread void *stack[8];
 static __thread int depth;
-static int contexts, modules;
+static int contexts, modules, allocated;
 
 static int capability(void) { return atoi(getenv("FAKE_CUDA_CAPABILITY")); }
 static void log_line(const char *text) {
@@ -51,8 +51,9 @@ int cuDeviceGetAttribute(int *value, int which, int device) {
 int cuDevicePrimaryCtxRetain(void **context, int device) { return contexts++, *context = &contexts, device; }
 int cuDevicePrimaryCtxRelease_v2(int device) {
     contexts--;
-    char line[80];
-    snprintf(line, sizeof line, "{\"closed\": true, \"contexts\": %d, \"modules\": %d}\n", contexts, modules);
+    char line[120];
+    snprintf(line, sizeof line, "{\"closed\": true, \"contexts\": %d, \"modules\": %d, \"allocated\": %d}\n", contexts,
+             modules, allocated);
     return log_line(line), device;
 }
 int cuCtxGetCurrent(void **context) { return *context = depth ? stack[depth - 1] : NULL, 0; }
@@ -68,6 +69,14 @@ int cuModuleLoadData(void **module, const void *image) {
     if (depth != 1 || sscanf(image, "%199s %63s", made->name, made->kinds) != 2) return free(made), 218;
     return modules++, *module = made, 0;
 }
+int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
+    if (depth != 1 || bytes > 1 << 30) return 2;
+    return allocated++, *address = (uintptr_t)malloc(bytes), memset((void *)(uintptr_t)*address, 0xa5, bytes), 0;
+}
+int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
+    return memset((void *)(uintptr_t)address, value, bytes), depth != 1;
+}
+int cuMemFree_v2(uint64_t address) { return allocated--, free((void *)(uintptr_t)address), depth != 1; }
 int cuModuleUnload(void *module) { return modules--, free(module), 0; }
 int cuModuleGetFunction(void **found, void *module, const char *name) { return *found = module, name[0] == 0; }
 int cuFuncSetAttribute(void *of, int which, int value) { return ((function *)of)->shared = value, which != 8; }

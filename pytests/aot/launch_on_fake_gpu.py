@@ -53,6 +53,12 @@ check(c.lowbit_open(folder.encode(), None, device, ctypes.byref(handle)))
 found = {"target": c.lowbit_target(handle).decode(), "tile": c.lowbit_expert_tile(handle, ctypes.c_int64(rows[0]))}
 found["calls"] = [run(handle, m, of_x) for m, of_x in zip(rows, x_rows)]
 found["of_the_weight"] = of_the_weight(handle)
+memory = ctypes.c_void_p()
+check(c.lowbit_allocate(handle, ctypes.c_int64(1000), ctypes.byref(memory)))
+assert ctypes.string_at(memory, 1000) == bytes(1000)
+c.lowbit_free(handle, memory)
+assert c.lowbit_allocate(handle, ctypes.c_int64(1 << 40), ctypes.byref(memory)) and not memory.value
+found["refused"] = c.lowbit_error_text().decode()
 current = ctypes.c_void_p()
 assert not ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(current)) and not current.value
 c.lowbit_close(handle)

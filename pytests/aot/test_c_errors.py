@@ -229,6 +229,19 @@ def test_null_handles(exported: Path) -> None:
     c.lowbit_close(None)
 
 
+def test_workspaces_of_the_runtime(exported: Path) -> None:
+    with CMatmul(exported, "one") as mm:
+        memory = ctypes.c_void_p()
+        for size in (0, 1, 1000):
+            check(library().lowbit_allocate(mm.handle, ctypes.c_int64(size), ctypes.byref(memory)))
+            assert memory.value and memory.value % 256 == 0 and ctypes.string_at(memory, size) == bytes(size)
+            library().lowbit_free(mm.handle, memory)
+        allocate, place = library().lowbit_allocate, ctypes.byref(memory)
+        fails(BAD_ARGUMENT, "bytes=-1 of at least 0", lambda: check(allocate(mm.handle, ctypes.c_int64(-1), place)))
+        assert allocate(mm.handle, ctypes.c_int64(1), None) == allocate(None, ctypes.c_int64(1), place) == BAD_ARGUMENT
+        library().lowbit_free(mm.handle, None)
+
+
 def test_packing_codes_is_for_gpus(exported: Path) -> None:
     with CMatmul(exported, "one") as mm:
         codes, pack_codes = torch.zeros(N, K, dtype=torch.uint8), library().lowbit_pack_codes

@@ -185,7 +185,8 @@ def test_launches(exported: Path, capability: int, rows: list[int], x: int, driv
     target = run.found["target"]
     assert target == f"sm_{capability}" + "a" * (capability == 90)
     assert run.launches == list(expected(Exported(exported, "it", target), rows, x, run.found))
-    assert run.closed == {"closed": True, "contexts": 0, "modules": 0}
+    assert run.closed == {"closed": True, "contexts": 0, "modules": 0, "allocated": 0}
+    assert run.found["refused"].startswith("allocating a workspace: ")
     assert run.found["tile"] == Exported(exported, "it", target).range_of(rows[0]).get("tile", 0)
 
 

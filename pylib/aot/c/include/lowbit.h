@@ -72,6 +72,11 @@ LOWBIT_API int64_t lowbit_expert_tile(const lowbit_matmul *handle, int64_t m);
  * for each stream, or for each thread on a CPU. Negative for an m that is none. */
 LOWBIT_API int64_t lowbit_workspace_bytes(const lowbit_matmul *handle, int64_t m);
 
+/* Memory of all zeros on the handle's device, such as a workspace; free it before the handle is closed. On a GPU these
+ * wait for the device, so they are for the start and the end of a program, not for calls. */
+LOWBIT_API int lowbit_allocate(const lowbit_matmul *handle, int64_t bytes, void **memory);
+LOWBIT_API void lowbit_free(const lowbit_matmul *handle, void *memory);
+
 /* -- the weight: tensors in memory, each aligned to 16 bytes */
 
 /* How many tensors the weight has; name and bytes of each. Outliers may have more bytes: ask lowbit_outlier_bytes. */

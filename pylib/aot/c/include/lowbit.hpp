@@ -20,6 +20,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "lowbit.h"
@@ -86,15 +87,21 @@ template <typename Range> lowbit_given given(const char *name, const Range &rang
 
 class Matmul;
 
-/* The workspace of calls of up to m rows on a CPU that follow each other. */
+/* The workspace of calls of up to m rows that follow each other, on the device of a matmul that outlives it. */
 class Workspace {
   public:
     Workspace(const Matmul &mm, int64_t m);
-    void *data() const { return memory_.data(); }
-    int64_t bytes() const { return memory_.bytes(); }
+    Workspace(Workspace &&other) noexcept
+        : handle_(other.handle_), data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+    Workspace &operator=(Workspace &&) = delete;
+    ~Workspace() { lowbit_free(handle_, data_); }
+    void *data() const { return data_; }
+    int64_t bytes() const { return bytes_; }
 
   private:
-    Memory memory_;
+    const lowbit_matmul *handle_;
+    void *data_ = nullptr;
+    int64_t bytes_;
 };
 
 /* A handle. Any number of threads may use it at once. */
@@ -183,7 +190,9 @@ class Matmul {
     std::unique_ptr<lowbit_matmul, Close> handle_;
 };
 
-inline Workspace::Workspace(const Matmul &mm, int64_t m) : memory_(mm.workspace_bytes(m)) {}
+inline Workspace::Workspace(const Matmul &mm, int64_t m) : handle_(mm.get()), bytes_(mm.workspace_bytes(m)) {
+    check(lowbit_allocate(handle_, bytes_, &data_));
+}
 
 } // namespace lowbit
 #endif

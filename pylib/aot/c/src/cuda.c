@@ -40,6 +40,9 @@ static struct {
     int (*cuCtxPushCurrent_v2)(void *);
     int (*cuCtxPopCurrent_v2)(void **);
     int (*cuThreadExchangeStreamCaptureMode)(int *);
+    int (*cuMemAlloc_v2)(uint64_t *, size_t);
+    int (*cuMemsetD8_v2)(uint64_t, unsigned char, size_t);
+    int (*cuMemFree_v2)(uint64_t);
     int (*cuModuleLoadData)(void **, const void *);
     int (*cuModuleUnload)(void *);
     int (*cuModuleGetFunction)(void **, void *, const char *);
@@ -58,6 +61,9 @@ static const char *const names[] = {"cuInit",
                                     "cuCtxPushCurrent_v2",
                                     "cuCtxPopCurrent_v2",
                                     "cuThreadExchangeStreamCaptureMode",
+                                    "cuMemAlloc_v2",
+                                    "cuMemsetD8_v2",
+                                    "cuMemFree_v2",
                                     "cuModuleLoadData",
                                     "cuModuleUnload",
                                     "cuModuleGetFunction",
@@ -332,6 +338,22 @@ static bool enter(const lowbit_matmul *h) {
 
 static void leave(bool entered) {
     if (entered) cu.cuCtxPopCurrent_v2(&(void *){0});
+}
+
+int cuda_allocate(const lowbit_matmul *h, size_t bytes, void **memory) {
+    uint64_t address = 0;
+    bool entered = enter(h);
+    int code = cu.cuMemAlloc_v2(&address, bytes);
+    if (!code && (code = cu.cuMemsetD8_v2(address, 0, bytes))) cu.cuMemFree_v2(address);
+    leave(entered);
+    *memory = code ? NULL : (void *)(uintptr_t)address;
+    return code ? refused(code, "allocating", "a workspace") : LOWBIT_OK;
+}
+
+void cuda_free(const lowbit_matmul *h, void *memory) {
+    bool entered = enter(h);
+    cu.cuMemFree_v2((uint64_t)(uintptr_t)memory);
+    leave(entered);
 }
 
 int cuda_run(const lowbit_matmul *h, char *const *given, int64_t m, int64_t x_rows, void *stream, bool overlap) {

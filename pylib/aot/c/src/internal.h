@@ -124,6 +124,8 @@ void cuda_close(lowbit_matmul *h);
 int64_t cuda_workspace(const lowbit_matmul *h, int64_t m);
 const range *cuda_range(const lowbit_matmul *h, int64_t m);
 int cuda_run(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows, void *stream, bool overlap);
+int cuda_allocate(const lowbit_matmul *h, size_t bytes, void **memory);
+void cuda_free(const lowbit_matmul *h, void *memory);
 int64_t cuda_dequantize_workspace(const lowbit_matmul *h);
 int cuda_dequantize(const lowbit_matmul *h, char *const *arrays, void *stream);
 int cuda_pack_codes(const lowbit_matmul *h, char *const *arrays, void *stream);

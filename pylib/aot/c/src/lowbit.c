@@ -187,6 +187,26 @@ int64_t lowbit_dequantize_bytes(const lowbit_matmul *h) {
     return with_room(h->device == LOWBIT_CPU ? cpu_dequantize_workspace(h) : cuda_dequantize_workspace(h));
 }
 
+int lowbit_allocate(const lowbit_matmul *h, int64_t bytes, void **memory) {
+    if (!h || !memory || bytes < 0)
+        return fail(LOWBIT_BAD_ARGUMENT, "a handle, bytes=%lld of at least 0, and a place for the address are needed",
+                    (long long)bytes);
+    size_t size = ((size_t)bytes + PAGE) / PAGE * PAGE; /* something also for no bytes */
+    if (h->device != LOWBIT_CPU) return cuda_allocate(h, size, memory);
+    *memory = aligned_alloc(PAGE, size);
+    if (!*memory) return fail(LOWBIT_NO_MEMORY, "no memory for a workspace of %lld bytes", (long long)bytes);
+    memset(*memory, 0, size);
+    return LOWBIT_OK;
+}
+
+void lowbit_free(const lowbit_matmul *h, void *memory) {
+    if (!h || !memory) return;
+    if (h->device == LOWBIT_CPU)
+        free(memory);
+    else
+        cuda_free(h, memory);
+}
+
 int lowbit_use_threads(lowbit_matmul *h, int threads, lowbit_parallel parallel, void *context) {
     if (!h || threads < 1 || (threads > 1 && !parallel))
         return fail(LOWBIT_BAD_ARGUMENT, "a handle, threads=%d of at least 1, and for several a function are needed",
