@@ -29,8 +29,8 @@ from lowbit.pylib.quantization.losses import counts, has_correlations, importanc
 from lowbit.pylib.torch_types import TORCH
 
 COPIES = 8  # temporaries of the search in f32, for each weight
-STEPS = [0.1 * step for step in range(-10, 11)]
-"""The ranges of step 1, by how many levels they have more than the format."""
+STEPS = {"mse": [0.1 * step for step in range(-10, 11)], "output": [0.2 * step for step in range(-5, 6)]}
+"""The ranges of step 1, by how many levels they have more than the format; so few are as good."""
 ROUNDS = 4  # of step 1, after the ranges
 
 
@@ -144,6 +144,9 @@ class _Search:
         self.grid, self.level = grid, grid.config.bilevel
         self.groups = grid.groups(weight)
         self.importance = counts(weight, grid, importance)
+        self._counted = self.groups * self.importance
+        self._sums = self._total(torch.ones_like(self.groups)), self._counted.sum(-1)
+        self.steps = STEPS.get(grid.config.clip, [])
         self.has_offsets = grid.config.zeros == "offset"
         self.kind = TORCH[self.level.scale if self.level else grid.config.scale_type]
         codes = dtype(grid.config.scale_type).values() if self.level else None
@@ -173,8 +176,7 @@ class _Search:
         for levels in chain(self._levels(), repeat(None, ROUNDS)):
             if levels is None:
                 levels = self.grid.nearest(self._over_scales(scales[..., None], offsets[..., None]))
-            s, o = self._least_squares(levels)
-            error = self._total(levels.mul_(s[..., None]).add_(o[..., None]).sub_(self.groups).square_())
+            s, o, error = self._least_squares(levels)
             better = error < best
             best = torch.where(better, error, best)
             scales, offsets = torch.where(better, s, scales), torch.where(better, o, offsets)
@@ -185,28 +187,34 @@ class _Search:
         least, most = self.grid.least, self.grid.most
         if self.has_offsets:
             low, high = self._range()
-            for step in STEPS:
+            for step in self.steps:
                 inverse = _quotient(torch.full_like(high, most - least + step), high - low)
                 yield self.grid.nearest((self.groups - low[..., None]).mul_(inverse[..., None]).add_(least))
             return
         extreme = _extreme(self.groups)
-        for end, step in product([end for end in (least, most) if end], STEPS):
+        for end, step in product([end for end in (least, most) if end], self.steps):
             inverse = _quotient(torch.full_like(extreme, end + (step if end > 0 else -step)), extreme)
             inverse = inverse if self.is_signed else inverse.abs()
             yield self.grid.nearest(self.groups * inverse[..., None])
 
-    def _least_squares(self, levels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scale and the offset with which these levels have the least error."""
-        x, squares, products = self.groups, self._total(levels.square()), self._total(levels * self.groups)
-        scales, offsets = _quotient(products, squares), torch.zeros_like(squares)
-        if self.has_offsets:
-            count, sums, weights = self._total(torch.ones_like(x)), self._total(levels), self._total(x)
-            determinant = count * squares - sums.square()
-            s = _quotient(count * products - sums * weights, determinant)
-            o = _quotient(squares * weights - sums * products, determinant)
-            allowed = (determinant > 0) & (self.is_signed | ((o <= 0) & (s >= 0)))
-            scales, offsets = torch.where(allowed, s, scales), torch.where(allowed, o, offsets)
-        return (scales if self.is_signed else scales.clamp(min=0)), offsets
+    def _least_squares(self, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the scale and the offset with which these levels have the least error, and that error, less what does
+        not depend on levels."""
+        counted = levels * self.importance
+        products, squares = (torch.linalg.vecdot(levels, each) for each in (self._counted, counted))
+        scales = _quotient(products, squares)
+        if not self.has_offsets:
+            scales = scales if self.is_signed else scales.clamp(min=0)
+            return scales, torch.zeros_like(scales), scales * (scales * squares - 2 * products)
+        sums, (count, weights) = counted.sum(-1), self._sums
+        determinant = count * squares - sums.square()
+        s = _quotient(count * products - sums * weights, determinant)
+        o = _quotient(squares * weights - sums * products, determinant)
+        allowed = (determinant > 0) & (self.is_signed | ((o <= 0) & (s >= 0)))
+        offsets = torch.where(allowed, o, 0.0)
+        scales = torch.where(allowed, s, scales if self.is_signed else scales.clamp(min=0))
+        error = scales * (scales * squares - 2 * (products - offsets * sums)) + offsets * (offsets * count - 2 * weights)
+        return scales, offsets, error
 
     def _total(self, x: Tensor) -> Tensor:
         return (x * self.importance).sum(-1)
