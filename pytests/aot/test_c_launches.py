@@ -216,3 +216,13 @@ def test_gpus_without_code(exported: Path, driver: Path) -> None:
     assert "no kernel in the folder runs on this GPU, sm_80; export for it as well" in older.error
     assert "finding the GPU: invalid device ordinal (101)" in Launched(driver, exported, [1], 90, device=3).error
     assert "m=2147483648 must be 0 to" in Launched(driver, exported, [1 << 31], 90).error
+
+
+@pytest.mark.parametrize("exported", [("usual", "sm_80")], indirect=True)
+def test_damaged_code_is_not_loaded(exported: Path, driver: Path) -> None:
+    """A kernel of a folder, and what is left open after it."""
+    damaged = next(exported.glob("kernels/it/sm_80/*_prepack.cubin"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    run = Launched(driver, exported, [1], 80)
+    assert "_prepack.cubin is damaged: it has" in run.error and not run.launches
+    assert run.closed == {"closed": True, "contexts": 0, "modules": 0, "allocated": 0}
