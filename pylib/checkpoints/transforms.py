@@ -233,7 +233,7 @@ class TransformReader:
             return self._of(module, n, k)
 
     def _of(self, module: str, n: int, k: int) -> Rotations:
-        own = Rotations(self._own(module, INPUTS), self._own(module, OUTPUTS))
+        own = Rotations(self._own(module, INPUTS, k), self._own(module, OUTPUTS, n))
         if own:
             return own
         here = [t for t in self.transforms if t.matches([module])]
@@ -241,7 +241,7 @@ class TransformReader:
         outputs = [self._rotation(t, module, n) for t in here if t.location == "output"]
         return Rotations(tuple(reversed(inputs)), tuple(outputs))
 
-    def _own(self, module: str, place: str) -> tuple[Rotation, ...]:
+    def _own(self, module: str, place: str, columns: int) -> tuple[Rotation, ...]:
         made: list[Rotation] = []
         while True:
             prefix = f"{module}.{place}.{len(made)}."
@@ -250,6 +250,8 @@ class TransformReader:
             if not found:
                 return tuple(made)
             made.append(rotation_of({part: self.tensors[name] for part, name in found.items()}))
+            if columns % made[-1].size:
+                raise CheckpointError(f"{prefix[:-1]} has {made[-1].size} columns, which do not divide {columns}")
 
     def _rotation(self, transform: Transform, module: str, columns: int) -> Rotation:
         size = transform.head_dim or columns

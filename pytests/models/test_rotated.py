@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 import re
 import shutil
 from pathlib import Path
@@ -204,6 +205,56 @@ def test_damaged_matrices(matrix: Tensor, tmp_path: Path) -> None:
         loaded(folder)
 
 
+VALUES: tuple[Any, ...] = (0, -1, 1, 3, 1 << 40, None, "x", [], {}, [0], [[]], 2.5, True, "input", "random-matrix")
+
+
+def mutated(folder: Path, to: Path, chance: random.Random, ours: bool) -> None:
+    """Writes a folder in which an entry of the transforms or a tensor of a rotation is another."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    tensors = load_file(to / "model.safetensors")
+    if not ours and chance.random() < 0.5:
+        config = json.loads((to / "config.json").read_text())
+        groups = config["quantization_config"]["transform_config"]["config_groups"]
+        group = chance.choice(list(groups.values()))
+        place = chance.choice([group, *group["apply"], groups])
+        place[chance.choice([*place, "head_dim"])] = chance.choice(VALUES)
+        (to / "config.json").write_text(json.dumps(config))
+        return
+    name = chance.choice([name for name in tensors if "otations" in name or re.search("_(in|out)put", name)])
+    t = tensors.pop(name)
+    data = t.reshape(-1).view(torch.uint8)
+    match chance.randrange(5):
+        case 0:
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        case 1:
+            t = torch.empty(0)
+        case 2:
+            t = t.flatten()[: chance.randint(0, t.numel())].clone()
+        case 3:
+            t = t.to(chance.choice((torch.int32, torch.float16, torch.bool, torch.int64)))
+        case _:
+            t = t[chance.randint(0, len(t)) :].clone()
+    left = {name: t.contiguous()} if t.numel() else {}  # nothing, at times
+    save_file(tensors | left, to / "model.safetensors", {"lowbit": "1"} if ours else None)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_mutations(name: str, ours: bool, tmp_path: Path) -> None:
+    """Whatever is wrong is a CheckpointError, or gives a model."""
+    chance, folder, refused = random.Random(len(name) + ours), FIXTURES / name, 0
+    if ours:
+        lowbit.save_checkpoint(loaded(folder), tmp_path / "ours")
+        folder = tmp_path / "ours"
+    for number in range(30):
+        mutated(folder, to := tmp_path / str(number), chance, ours)
+        try:
+            loaded(to)
+        except CheckpointError:
+            refused += 1
+    assert refused > 5
+
+
 def test_rotations_of_queries_and_keys_cancel_out() -> None:
     both = [{"targets": ["re:.*self_attn$"], "location": place} for place in ("q_attn", "k_cache")]
     group = {"type": "hadamard", "head_dim": 64, "apply": both}
@@ -212,6 +263,15 @@ def test_rotations_of_queries_and_keys_cancel_out() -> None:
     assert "not both alike" in problem({"config_groups": {"R3": {**group, "type": "random-matrix"}}})
     other = [both[0], {**both[1], "inverse": True}]
     assert "not both alike" in problem({"config_groups": {"R3": {**group, "apply": other}}})
+
+
+def test_a_rotation_of_ones_own_that_does_not_fit(tmp_path: Path) -> None:
+    lowbit.save_checkpoint(loaded(FIXTURES / "rotated-matrix"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | {f"{Q}.input_rotations.0.matrix": torch.eye(5)}
+    save_file(tensors, file, {"lowbit": "1"})
+    with pytest.raises(CheckpointError, match=r"q_proj.input_rotations.0 has 5 columns, which do not divide 192"):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize(
