@@ -6,10 +6,11 @@ says how early winners come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.base import KernelFamily, KernelSchedule
 from lowbit.passes.kernels.experts.choice import tile_for, tiles_of
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.scheduling.choice import Chooser, trusted_tables
@@ -23,7 +24,7 @@ def candidates(spec: MatmulSpec, token_tile: int, target: Target, count: int) ->
 
     First come those that are chosen without a search, by the rule and from the tables, and the best for this size
     with other zeros, groups or act; then the best of every shape; then the rest. In each part, the least predicted
-    time comes first.
+    time comes first. Of an invariant matmul all have its order of sums.
     """
     if spec.experts > 1:
         return _candidates_of_slots(spec, token_tile, target)[:count]
@@ -33,14 +34,23 @@ def candidates(spec: MatmulSpec, token_tile: int, target: Target, count: int) ->
     predicted = [
         (family.predict(spec, token_tile, s, target), family, s)
         for family in chooser.families(token_tile)
-        for s in family.search_space(spec, token_tile, target)
+        for s in _space(chooser, family, spec, token_tile, target)
     ]
     predicted.sort(key=lambda found: found[0])
     shapes: dict[Any, KernelSchedule] = {}
     for _, family, s in predicted:
         shapes.setdefault((family.name, family.shape(s)), s)
     every = dict.fromkeys([*chosen, *shapes.values(), *(s for *_, s in predicted)])
-    return list(every)[: max(count, len(chosen))]
+    return [s for s in every if chooser.has_order(s)][: max(count, len(chosen))]
+
+
+def _space(
+    chooser: Chooser, family: KernelFamily[Any], spec: MatmulSpec, token_tile: int, target: Target
+) -> Sequence[KernelSchedule]:
+    """Returns a family's search space; of an invariant matmul all schedules that have its order of sums."""
+    if chooser.order is None:
+        return family.search_space(spec, token_tile, target)
+    return [s for group in family.in_order(spec, token_tile, target, chooser.order) for s in group.schedules]
 
 
 def _candidates_of_slots(spec: MatmulSpec, slots: int, target: Target) -> list[KernelSchedule]:
@@ -72,6 +82,7 @@ def same_size_entries(spec: MatmulSpec, token_tile: int, target: Target) -> list
 
 
 def neighbours(spec: MatmulSpec, token_tile: int, target: Target, around: KernelSchedule) -> list[KernelSchedule]:
-    """Returns the schedules that differ from `around` in one field, the most promising first."""
-    tile = cast(Any, around).tokens if spec.experts > 1 else token_tile
-    return list(family_of(around).neighbours(spec, tile, target, around))
+    """Returns the schedules that differ from `around` in one field, the most promising first; of an invariant matmul
+    those of its order of sums."""
+    tile, chooser = cast(Any, around).tokens if spec.experts > 1 else token_tile, Chooser(spec, target)
+    return [s for s in family_of(around).neighbours(spec, tile, target, around) if chooser.has_order(s)]

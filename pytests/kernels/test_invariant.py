@@ -18,10 +18,12 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.scheduling import choice
+from lowbit.passes.scheduling.tables import Entry, Key, Table
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference.inputs import random_inputs, random_residual
+from lowbit.pylib.tune.search_space import candidates, neighbours
 
 S = lowbit.MatmulSpec
 SPECS = {
@@ -158,10 +160,25 @@ def test_all_kernels_have_one_order(name: str, target: str) -> None:
     assert all(rows.token_tiles for rows in choices.rows)
 
 
-def test_a_table_counts_only_for_schedules_of_the_order() -> None:
-    spec, target = replace(INVARIANT["u4"], n=8192, k=8192), parse_target("sm_90a")
+def test_the_tuner_times_schedules_of_the_order() -> None:
+    spec, target = replace(SPECS["u4"], n=4096, k=4096, invariant=True), parse_target("sm_90a")
     chooser = choice.Chooser(spec, target)
-    assert all(chooser.has_order(chooser.choice(tile).schedule) for tile in chooser.token_tiles)
+    found = candidates(spec, 16, target, 20)
+    near = neighbours(spec, 16, target, found[0])
+    assert len(found) > 10 and near and all(map(chooser.has_order, [*found, *near]))
+
+
+def test_a_measured_schedule_counts_if_it_has_the_order() -> None:
+    """Where it was measured for the very matmul, or for one like it; else what is predicted is taken, and said."""
+    spec, target = replace(SPECS["u4"], n=4096, k=4096, invariant=True), parse_target("sm_90a")
+    chooser = choice.Chooser(spec, target)
+    ours = replace(chooser.predicted(16).schedule, num_stages=5)
+    other = replace(ours, split_k=ours.split_k * 2)
+    for measured, origins in ((ours, ("measured", "like one measured")), (other, ("rule", "rule"))):
+        for key, origin in zip((spec, replace(spec, act="bf16", scale="bf16")), origins):
+            entry = Entry(Key.of(key, 16), measured, 0.5, "2026-11-21", "0.1.0")
+            found = choice.Chooser(spec, target).expected(16, [Table("", 90, "", {}).with_entries([entry])])
+            assert (found.origin, found.schedule == measured) == (origin, measured is ours)
 
 
 def test_a_schedule_of_another_order_is_refused() -> None:
