@@ -49,6 +49,28 @@ def test_f16_i6_matmul_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
         example["main"](32, 256, 16, "emulator:sm_80")
 
 
+def test_exact_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = load("exact_speculation.py")["main"](60)
+    assert first == second and len(first) == 65
+    assert "; 0 guesses were right" not in capsys.readouterr().out
+
+
+def test_exact_speculation_would_notice() -> None:
+    """Where every guess is taken, tokens are others."""
+    example = load("exact_speculation.py")
+    text = example["Text"]
+    append = text.append
+
+    def trusting(self: Any, guesses: list[int]) -> int:
+        right = append(self, guesses)
+        self.tokens[-1] = (self.tokens[-1] + bool(guesses)) % 96
+        return right
+
+    text.append = trusting
+    with pytest.raises(SystemExit, match="speculation gave other tokens"):
+        example["main"](60)
+
+
 @pytest.mark.parametrize("m", [1, 8, 13])
 def test_silu_mul(m: int, capsys: pytest.CaptureFixture[str]) -> None:
     load("silu_mul.py")["main"](64, 128, m, "emulator:sm_90a")
