@@ -213,8 +213,8 @@ class _Search:
         allowed = (determinant > 0) & (self.is_signed | ((o <= 0) & (s >= 0)))
         offsets = torch.where(allowed, o, 0.0)
         scales = torch.where(allowed, s, scales if self.is_signed else scales.clamp(min=0))
-        error = scales * (scales * squares - 2 * (products - offsets * sums)) + offsets * (offsets * count - 2 * weights)
-        return scales, offsets, error
+        of_scales = scales * (scales * squares - 2 * (products - offsets * sums))
+        return scales, offsets, of_scales + offsets * (offsets * count - 2 * weights)
 
     def _total(self, x: Tensor) -> Tensor:
         return (x * self.importance).sum(-1)
