@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -213,6 +214,10 @@ def run(
     tokens: Tokens = 1,
     top_k: TopK = None,
     schedule: ScheduleText = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="File of JSON: what warps did in the emulator, for ui.perfetto.dev and chrome://tracing."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Multiply random data: check the result against float64 and time it.
@@ -228,9 +233,11 @@ def run(
 
       lowbit run -n 64 -k 512 -w i3 -t emulator:sm_90a
 
+      lowbit run -n 64 -k 512 -w u4 -g 128 -m 16 -t emulator:sm_90a --trace trace.json
+
       lowbit run -n 196608 -k 2048 -w u4 -g 128 --experts 128 --top-k 8 -m 64
     """
-    with errors.status("starting") as status:
+    with errors.status("starting") as status, _traced(trace, target):
         trial = _trial(spec, tokens, top_k, target, schedule, status.update)
     if as_json:
         show_json(measured(trial))
@@ -239,6 +246,29 @@ def run(
     if not trial.right:
         errors.print("[bold red]error:[/] the result is wrong")
         raise typer.Exit(1)
+
+
+@contextmanager
+def _traced(path: Path | None, target: str | None) -> Generator[None]:
+    """Within it, launches in the emulator are noted, and races are looked for. Then the trace is written, after an
+    error of the emulator as well."""
+    if path is None:
+        yield
+        return
+    from lowbit.pylib.emulator.observer import Observer, observing
+    from lowbit.pylib.explain.trace import MOST, save_trace
+    from lowbit.pylib.runtime.devices import target_named
+
+    parsed = target_named(target)
+    if parsed.kind != "emulator":
+        raise TargetError(f"--trace={path} shows what the emulator does, not {parsed}; use -t emulator:sm_90a, say")
+    with observing(Observer(events=MOST, racecheck=True)) as seen:
+        try:
+            yield
+        finally:
+            save_trace(seen.launches, path)
+    if not all(launch.whole for launch in seen.launches):
+        errors.print(f"{path} has the first {MOST:,} steps alone: take a smaller n, k or m to see all", markup=False)
 
 
 def _trial(

@@ -134,6 +134,8 @@ class Emulator:
         cluster = _cluster_shape(kernel, extent)
         if len(args) != len(kernel.params):
             raise EmulatorError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
+        observer = current()
+        racecheck |= observer is not None and observer.racecheck
         config = _Config(shape, extent, cluster, shared_bytes, racecheck, max_steps, tuple(names or ()))
         order = None if blocks is None else [_dim3(index, "block index", least=0) for index in blocks]
         clusters = _all_clusters(extent, cluster) if order is None else _clusters(order, cluster)
@@ -159,6 +161,8 @@ class Emulator:
         finally:
             device.copy_back()
             counts = sum((machine.opcode_counts() for machine in machines), Counter[str]())
+            if seen:
+                seen.counts = Counter(dict(enumerate(np.sum([machine.counts for machine in machines], 0)[:-1].tolist())))
             self.stats = Stats(counts, device.bytes_loaded, device.bytes_stored)
 
     def run(self, launch: Launch, arguments: Mapping[str, object], **options: Any) -> None:

@@ -95,12 +95,22 @@ class Observer:
     """Looks on at launches.
 
     clusters   how many clusters of a grid run, the first ones; None: all
-    steps      how many steps are looked at; the launch ends there
+    steps      after how many steps a launch ends; None: at its end
+    events     how many events are noted; None: all
     sm_count   multiprocessors of the emulated GPU; None: the emulator's few
+    racecheck  look for races in every launch
     """
 
-    def __init__(self, clusters: int | None = None, steps: int | None = None, sm_count: int | None = None) -> None:
-        self.clusters, self.steps, self.sm_count = clusters, steps, sm_count
+    def __init__(
+        self,
+        clusters: int | None = None,
+        steps: int | None = None,
+        events: int | None = None,
+        sm_count: int | None = None,
+        racecheck: bool = False,
+    ) -> None:
+        self.clusters, self.steps, self.events = clusters, steps, events
+        self.sm_count, self.racecheck = sm_count, racecheck
         self.launches: list[Launch] = []
         self.time = 0
 
@@ -146,8 +156,10 @@ class Watch:
         live = ~block.exited if mask is None else mask
         self._warps = tuple(np.flatnonzero(live.reshape(-1, WARP).any(axis=1)).tolist())
         self._instruction = number
-        launch.events.append(Event(observer.time, self._number, number, self._warps))
-        launch.counts[number] += len(self._warps)
+        if observer.events is None or observer.time < observer.events:
+            launch.events.append(Event(observer.time, self._number, number, self._warps))
+        else:
+            launch.whole = False
         observer.time += 1
 
     def access(self, lanes: Array, offset: Array, size: int) -> None:
@@ -166,6 +178,8 @@ class Watch:
 
     def begin_copy(self, row: Array, size: int) -> None:
         """A copy to rows of `size` bytes is issued."""
+        if not self._launch.whole:
+            return
         copies, offsets = self._launch.copies, (row * size).tolist()
         flying = [len(copies), len(offsets)]
         self._flying |= dict.fromkeys(offsets, flying)
