@@ -162,7 +162,8 @@ class Emulator:
             device.copy_back()
             counts = sum((machine.opcode_counts() for machine in machines), Counter[str]())
             if seen:
-                seen.counts = Counter(dict(enumerate(np.sum([machine.counts for machine in machines], 0)[:-1].tolist())))
+                counted = np.sum([machine.counts for machine in machines], 0)[:-1]
+                seen.counts = Counter(dict(enumerate(counted.tolist())))
             self.stats = Stats(counts, device.bytes_loaded, device.bytes_stored)
 
     def run(self, launch: Launch, arguments: Mapping[str, object], **options: Any) -> None:

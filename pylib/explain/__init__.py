@@ -14,5 +14,6 @@ of it runs in the emulator. Pictures hold values of the compiler, the assembler 
 | `machine.py` | registers, occupancy, waves, roofline |
 | `executed.py`, `activity.py` | what ran: counts, banks and conflicts, copies in flight |
 | `page.py`, `templates/` | the page |
+| `pictures.py` | pictures for docs/ |
 | `trace.py` | a launch in the emulator for Perfetto and Chrome |
 """

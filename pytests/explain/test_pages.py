@@ -12,12 +12,14 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
 import lowbit
+from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
@@ -34,6 +36,7 @@ from lowbit.pylib.explain.layouts import layout_grid
 from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
 from lowbit.pylib.explain.packing import words_of_lane
 from lowbit.pylib.explain.page import Page
+from lowbit.pylib.explain.pictures import pictures
 from lowbit.pylib.explain.text import coloured, coloured_python
 
 SPEC = MatmulSpec(n=64, k=512, weight="u4", group_size=128)
@@ -203,6 +206,19 @@ def test_counts_beside_lines(page: Page) -> None:
     mix = {row[0]: row for row in figure(page, "Instructions by kind").rows}
     total = sum(int(line.note.replace(",", "")) for line in ptx.lines if line.note)
     assert int(mix["all"][1].replace(",", "")) == total
+
+
+@pytest.mark.parametrize("name", sorted(pictures()))
+def test_pictures_of_the_docs(name: str) -> None:
+    """`make pages` writes them."""
+    root = Path(__file__).parents[2]
+    assert (root / "docs/img" / name).read_text() == pictures()[name]
+
+
+def test_a_picture_is_xml_with_a_title_for_every_cell() -> None:
+    root = ElementTree.fromstring(pictures()["words_3_bits.svg"])
+    titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles[1:] == [cell.title for cell in words_of_lane(Packing(3, 16, 256)).cells]
 
 
 # -- other kernels
