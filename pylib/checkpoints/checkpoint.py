@@ -24,6 +24,7 @@ from lowbit.pylib.checkpoints.registry import format_of, import_between, import_
 from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles
 from lowbit.pylib.checkpoints.transforms import ROTATED, Rotations, Transform, TransformReader, at_calls
 from lowbit.pylib.runtime.devices import check_torch_device
+from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -109,7 +110,8 @@ class Checkpoint:
         does. The arguments are those of `load`."""
         with self._naming_module(module):
             weight = self._weight(module, act, device, shape)
-            return weight, self._transforms.of(module, weight.spec.outputs, weight.spec.k).to(weight.device)
+            rotations = self._transforms.of(module, weight.spec.outputs, weight.spec.k)
+            return weight, rotations.to(weight.device, TORCH[weight.spec.act])
 
     def rotations_of(self, module: str, n: int, k: int) -> Rotations:
         """Returns what rotates the k inputs and the n outputs of a quantized layer at each call, on the CPU."""

@@ -191,14 +191,16 @@ class Rotations:
     def __bool__(self) -> bool:
         return bool(self.inputs or self.outputs)
 
-    def to(self, device: torch.device | str) -> Rotations:
-        """Returns copies on a device, for one layer."""
-        each = (tuple(_copy(r).to(device) for r in rotations) for rotations in (self.inputs, self.outputs))
+    def to(self, device: torch.device | str, act: torch.dtype = torch.float16) -> Rotations:
+        """Returns copies on a device, for one layer with inputs of type `act`, in which kernels read signs."""
+        each = (tuple(_copy(r, act).to(device) for r in rotations) for rotations in (self.inputs, self.outputs))
         return Rotations(*each)
 
 
-def _copy(rotation: Rotation) -> Rotation:
+def _copy(rotation: Rotation, act: torch.dtype) -> Rotation:
     state = {name: t.clone() for name, t in rotation.state_dict().items()}
+    if "signs" in state:
+        state["signs"] = state["signs"].to(act)
     return rotation_of(state)
 
 

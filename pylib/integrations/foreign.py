@@ -38,6 +38,7 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
+from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 
 
@@ -201,7 +202,7 @@ class Importer:
             table = LowbitEmbedding.from_packed(packed).in_place_of(empty)
             layers = with_tied([name], table, tied_linears(self.model.named_modules(), empty))
         else:
-            rotations = self.rotations.get(name, Rotations()).to(packed.device)
+            rotations = self.rotations.get(name, Rotations()).to(packed.device, TORCH[packed.spec.act])
             layers = {name: layer_of(packed, rotations).train(empty.training)}
         for module in layers[name].modules():
             keep_values(module)

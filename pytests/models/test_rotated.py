@@ -12,6 +12,7 @@ import math
 import random
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import CheckpointError, LowbitLinear, PackError
+from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.hadamard import hadamard_program, shared_bytes
+from lowbit.passes.pipeline import lower_program
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
 from lowbit.pylib.checkpoints.transforms import problem
 from lowbit.pylib.layer import hadamard
@@ -109,6 +114,14 @@ def test_gradients_flow_through_rotations() -> None:
     layer(x).backward(dy)
     exact = dy.double() @ layer.weight.double()  # type: ignore[union-attr]
     assert float((x.grad - exact).norm() / exact.norm()) < 5e-3  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("act", ["f16", "bf16"])
+def test_signs_have_the_type_of_inputs(act: Any) -> None:
+    """A kernel reads them as they are, without a launch before it."""
+    _, rotations = open_checkpoint(FIXTURES / "rotated-twice").load_between(DOWN, act)
+    signs = [r.signs for r in rotations.inputs if isinstance(r, HadamardRotation) and r.signs is not None]
+    assert signs and all(each.dtype == {"f16": torch.float16, "bf16": torch.bfloat16}[act] for each in signs)
 
 
 def test_a_weight_alone_is_refused() -> None:
@@ -377,6 +390,16 @@ def test_kernel(rows: int, power: int, signs: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), exact.to(dtype).double(), rtol=bound, atol=bound * 1e-3)
     assert (found != exact.to(dtype)).double().mean() < 0.01
     assert torch.equal(hadamard.rotated(x[:0], columns, matrix, TARGET), x[:0])
+
+
+@pytest.mark.parametrize(("rows", "power"), [(1, 32768), (20, 1024), (40, 256)])
+def test_kernels_spill_no_registers(rows: int, power: int) -> None:
+    factor = tuple(tuple(1 if i * j % 3 else -1 for j in range(rows)) for i in range(rows))
+    target = parse_target("sm_90a")
+    compiled = lower_program(partial(hadamard_program, "bf16", factor, power, "before"), target)
+    used = resource_usage(compiled.stages["ptx"], target)
+    assert used.spill_stores == used.spill_loads == 0
+    assert shared_bytes(rows, power) <= target.max_shared_per_block
 
 
 def test_sizes_that_no_kernel_has() -> None:
