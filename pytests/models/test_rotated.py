@@ -143,7 +143,7 @@ def test_servers_refuse_rotated_models(tmp_path: Path) -> None:
 
     lowbit.save_checkpoint(loaded(FIXTURES / "rotated-hadamard"), tmp_path)
     for folder in (tmp_path, FIXTURES / "rotated-hadamard"):
-        with pytest.raises(CheckpointError, match="rotates what goes into layers .* which servers don't do yet"):
+        with pytest.raises(CheckpointError, match=r"rotates what goes into layers .* which servers don't do yet"):
             opened(folder)
 
 
