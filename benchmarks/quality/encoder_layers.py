@@ -32,8 +32,8 @@ CONFIGS: Mapping[str, lowbit.QuantConfig] = {
 """What is measured beside GPTQ, by what the table calls it: the threshold."""
 
 
-def moments(encoder: Encoder, file: str) -> dict[str, lowbit.Calibration]:
-    """Returns the second moments of the layers' inputs on a text."""
+def moments(encoder: Encoder, file: str, sentences: int) -> dict[str, lowbit.Calibration]:
+    """Returns the second moments of the layers' inputs on the first sentences of a text."""
     found = {name: lowbit.Calibration(1536) for name in LAYERS}
     there: list[Tensor] = []  # which tokens of the batch are no padding
 
@@ -41,7 +41,7 @@ def moments(encoder: Encoder, file: str) -> dict[str, lowbit.Calibration]:
         return lambda module, given: found[name].add(given[0][there[-1]])
 
     hooks = [encoder.model.get_submodule(name).register_forward_pre_hook(note(name)) for name in LAYERS]
-    for tokens in encoder.batches(file, SENTENCES[file]):
+    for tokens in encoder.batches(file, sentences):
         there.append(tokens["attention_mask"].bool())
         encoder.model(**tokens)
     for hook in hooks:
@@ -53,7 +53,7 @@ def moments(encoder: Encoder, file: str) -> dict[str, lowbit.Calibration]:
 def measure() -> Iterator[Record]:
     """Yields a record for each layer: kurtosis, and bits per weight and loss with each configuration."""
     encoder = Encoder()
-    known, others = (moments(encoder, file) for file in SENTENCES)
+    known, others = (moments(encoder, *part) for part in SENTENCES.items())
     for name in LAYERS:
         layer = encoder.model.get_submodule(name)
         assert isinstance(layer, nn.Linear)

