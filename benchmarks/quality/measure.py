@@ -250,6 +250,8 @@ def main(file: Path = SECTION.file) -> None:
     """Measure what the file does not have yet, and write it after each record; without a file, everything."""
     model, records = load(), list[dict[str, Any]]()
     known = json.loads(file.read_text())["records"] if file.exists() else []
+    wanted = list(configs())
+    known = [record for record in known if "config" in record and (record["line"], _config_of(record)) in wanted]
     about = {"group_size": GROUP, "torch": torch.__version__, "test_tokens": TEST_WINDOWS * model.shape.context}
     for record in measure(model, known):
         records.append(record)
