@@ -275,9 +275,11 @@ def place_fused(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
 
 
 def chain_placed(model: nn.Module) -> None:
-    """Makes decoder layers decode as `fuse_` does it, where a checkpoint has put empty fused layers."""
-    for _ in _chain(model, gate=False):
-        pass
+    """Makes decoder layers decode, and routers compute, as `fuse_` does it, where a checkpoint has put empty fused
+    layers in a model."""
+    list(_chain(model, gate=False))
+    if any(isinstance(module, FusedModule) for module in model.modules()):
+        list(_routers(model))
 
 
 def _place_in(parent: nn.Module, layers: Mapping[str, MatmulSpec]) -> None:

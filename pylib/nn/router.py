@@ -108,11 +108,11 @@ def _tried(like: _Like) -> Routing | None:
     """Tries a router."""
     weight = cast(Tensor, like.router.weight)
     top_k = cast(int, like.router.top_k)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((_TRIED, weight.shape[1]), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = _random((_TRIED, weight.shape[1]), generator)
     x[_TRIED // 2 :] *= 3  # so that limits of logits are seen
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.device("cpu"):  # a model may be being built elsewhere
             trial = _trial(like.router, generator)
             rule = _rule_of(trial, x, top_k, trial(x))
             types = [(dtype, _types(like.router, trial, x.to(dtype))) for dtype in ELEMENTS]
@@ -127,13 +127,17 @@ def _trial(router: nn.Module, generator: torch.Generator) -> nn.Module:
     trial = copy.copy(router)
     for kind in ("_parameters", "_buffers"):
         tensors = cast(Mapping[str, Tensor], getattr(router, kind))
-        made = {name: _random(tensor, generator) for name, tensor in tensors.items() if tensor is not None}
+        made = {
+            name: _random(tuple(tensor.shape), generator) * (tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
         trial.__dict__[kind] = made
     return trial.eval()
 
 
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(tuple(like.shape), generator=generator) * (like.shape[-1] ** -0.5 if like.ndim > 1 else 0.3)
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _types(router: nn.Module, trial: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:

@@ -98,6 +98,13 @@ def test_settings_count() -> None:
     assert scaled and scaled.rule.scale == 2.5
 
 
+def test_is_tried_while_a_model_is_built_elsewhere() -> None:
+    router._tried.cache_clear()
+    with torch.device("meta"):
+        module = made("mixtral.MixtralTopKRouter").to(BF16)
+        assert module.weight.is_meta and route_together_(module)
+
+
 def test_a_router_of_no_known_rule_stays() -> None:
     grouped = made("deepseek_v3.DeepseekV3TopkRouter", n_group=4, topk_group=2)
     assert not route_together_(grouped)
