@@ -316,8 +316,9 @@ class Matmul:
         Python, every stage of the IR, PTX and machine code, linked line by line, and pictures of layouts, memory, waves
         and time. `.save(path)` writes it as one file of HTML, which needs no network.
 
-        The kernel is compiled afresh, and one cluster of its blocks is run in the emulator. Raises SpecError for an m
-        that is no number of rows. Without nvdisasm (`pip install 'lowbit[explain]'`) a page says so in place of SASS.
+        The kernel is compiled afresh, and one cluster of its blocks is run in the emulator. Where the target is this
+        machine's GPU, a call on random data is timed, too. Raises SpecError for an m that is no number of rows. Without
+        nvdisasm (`pip install 'lowbit[explain]'`) a page says so in place of SASS.
         """
         from lowbit.pylib.explain.kernels import explain_matmul
 

@@ -12,6 +12,7 @@ of it runs in the emulator. Pictures hold values of the compiler, the assembler 
 | `packing.py` | which bits of which word hold which code |
 | `layouts.py` | tiles as grids of lanes and registers |
 | `machine.py` | registers, occupancy, waves, roofline |
+| `measured.py` | the time of a call, where the target is this machine's GPU |
 | `executed.py`, `activity.py` | what ran: counts, banks and conflicts, copies in flight |
 | `page.py`, `templates/` | the page |
 | `pictures.py` | pictures for docs/ |

@@ -162,5 +162,3 @@ def _flight(seen: Launch, copy: Copy) -> str:
     name = seen.kernel.instructions[copy.instruction].name
     end = f"to step {copy.end}" if copy.end else "to the end"
     return f"{name}: {copy.bytes} bytes to byte {copy.start}, from step {copy.begin} {end}"
-
-

@@ -106,4 +106,3 @@ def kind(figure: Figure) -> str:
 def facts(title: str, about: str, values: dict[str, object]) -> Table:
     """A table of names and values."""
     return Table(title, about, ("", "value"), tuple((name, str(value)) for name, value in values.items()))
-

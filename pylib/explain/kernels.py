@@ -27,6 +27,7 @@ from lowbit.pylib.explain.executed import STEPS, counts_by_line, counts_by_origi
 from lowbit.pylib.explain.figures import Figure
 from lowbit.pylib.explain.layouts import layout_grids
 from lowbit.pylib.explain.machine import Roofline, machine_figures
+from lowbit.pylib.explain.measured import measure
 from lowbit.pylib.explain.packing import packing_figures
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.text import Pane, absent_pane, pane_above, python_pane, sass_pane, stage_pane, with_counts
@@ -56,7 +57,8 @@ def explain_matmul(spec: MatmulSpec, target: Target, schedule: KernelSchedule | 
     seen = run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
     choices = ", ".join(f"{name}={value}" for name, value in spelled_out(wanted.schedule).items() if name != "family")
     about = f"Kernel family {wanted.family}: {choices or 'no choices'}"
-    figures = [Roofline.of(wanted, m).figure(), *packing_figures(wanted.spec)]
+    roofline = Roofline.of(wanted, m).figure(measure(spec, target, schedule, m))
+    figures = [roofline, *packing_figures(wanted.spec)]
     weights = _weights(wanted, compiled, m, seen)
     return _page(f"{spec}, m = {m}, on {target}", about, compiled, seen, figures, {"m": m}, weights)
 

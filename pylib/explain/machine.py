@@ -12,6 +12,7 @@ from lowbit.passes.kernels.registry import family_named
 from lowbit.passes.launch import Launch
 from lowbit.passes.target import Target
 from lowbit.pylib.explain.figures import Bar, Bars, Cell, Figure, Grid, facts
+from lowbit.pylib.explain.measured import Measured
 
 _RESERVED = 1024  # bytes of shared memory that the system takes of every block from sm_80 on
 _WARP, _UNIT = 32, 256  # registers are handed out to warps in units of so many
@@ -112,15 +113,13 @@ class Roofline:
     def bound(self) -> str:
         return max(self.bounds, key=lambda name: self.bounds[name])
 
-    def figure(self, measured: float | None = None) -> Bars:
+    def figure(self, measured: Measured) -> Bars:
         """The bounds and the times as bars."""
         bars = {name: (time, 0 if name == self.bound else 6) for name, time in self.bounds.items()}
         bars["predicted"] = self.predicted, 3
-        if measured is not None:
-            bars["measured"] = measured, 9
+        if measured.microseconds is not None:
+            bars["measured"] = measured.microseconds, 9
         about = f"Bound by {self.bound}: no launch takes less than {self.bounds[self.bound]:.2f} µs. "
-        about += f"The kernel family predicts {self.predicted:.2f} µs."
+        about += f"The kernel family predicts {self.predicted:.2f} µs. {measured.about}"
         rows = [(f"{name} {t:.2f}", (Bar(0, t, f"{name}: {t:.3f} µs", hue),)) for name, (t, hue) in bars.items()]
         return Bars("Roofline", about, "µs", max(time for time, _ in bars.values()), tuple(rows))
-
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
@@ -20,15 +20,14 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.passes.kernels.registry import family_of
-from lowbit.pylib.experts.routing import Routing, route
+from lowbit.pylib.experts.routing import route
 from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, expert_matmul
 from lowbit.pylib.runtime.gpu import check_device
 from lowbit.pylib.tune import timing
+from lowbit.pylib.tune.routings import Routed, cold_routings, random_ids
 from lowbit.pylib.tune.trial import Sample, Trial, check_memory, cpu_time, rounding_on_cpu, sample
 from lowbit.pylib.weights.packed import PackedWeight
-
-_MOST_CALLS = 64
 
 
 def run_expert_trial(
@@ -93,36 +92,6 @@ def rounding_of_experts(spec: MatmulSpec, m: int, schedule: KernelSchedule | Non
     return family_of(schedule).rounding(spec, schedule)
 
 
-def random_ids(m: int, top_k: int, experts: int, seed: int = 0) -> Tensor:
-    """Returns different experts of each token, all as likely: i64 [m, top_k], the same for a seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(m, experts, generator=generator).topk(top_k).indices
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Experts of tokens, ids i64 [m, top_k], and the routing that follows."""
-
-    ids: Tensor
-    routing: Routing
-
-    @property
-    def experts(self) -> Tensor:
-        """The expert of each slot."""
-        return self.ids.flatten().sort().values
-
-
-def cold_routings(weight: PackedWeight, m: int, top_k: int, tile: int) -> list[Routed]:
-    """Returns as many routings of m tokens as hit so many experts of one weight and its copies that no cache holds
-    them, on the weight's device."""
-    experts, found, read = weight.spec.experts, list[Routed](), 0
-    while len(found) < 2 or (read < timing.DEFEAT_L2_BYTES and len(found) < _MOST_CALLS):
-        ids = random_ids(m, top_k, experts, len(found))
-        found.append(Routed(ids, route(ids.to(weight.device), experts, tile)))
-        read += weight.nbytes * len(ids.unique()) // experts
-    return found
-
-
 def _time(mm: ExpertMatmul, data: Sample, m: int, top_k: int, tile: int) -> float:
     """Seconds of a call: on a GPU in a graph, with a cold cache; on a CPU from call to return."""
 
@@ -133,6 +102,4 @@ def _time(mm: ExpertMatmul, data: Sample, m: int, top_k: int, tile: int) -> floa
     if not data.x.is_cuda:
         return cpu_time(partial(call, data.weight, routings[0]))
     calls = [partial(call, *each) for each in zip(cycle(timing.copies(data.weight)), routings)]
-    for each in calls:  # the first call on a weight is not the fast one
-        each()
-    return timing.graph_time(calls).median * 1e-6
+    return timing.cold_time(calls)

@@ -20,8 +20,8 @@ from lowbit.pylib.runtime.driver import current_stream
 from lowbit.pylib.runtime.gpu import load_matmul
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing, trial
-from lowbit.pylib.tune.expert_trial import cold_routings
 from lowbit.pylib.tune.problem import Problem
+from lowbit.pylib.tune.routings import cold_routings
 from lowbit.pylib.weights.packed import PackedWeight
 
 PERIOD = 127  # rows until a weight repeats itself: the right answer is computed in float64

@@ -88,6 +88,14 @@ def graph_time(
     return Timing(statistics.median(times), min(times), max(times))
 
 
+def cold_time(calls: Sequence[Callable[[], object]]) -> float:
+    """Returns the median seconds of a call, of such that read weights which no cache holds. Each is made once before:
+    the first one on a weight is not the fast one."""
+    for call in calls:
+        call()
+    return graph_time(calls).median * 1e-6
+
+
 def _rest(graph: torch.cuda.CUDAGraph, seconds: float, warm_seconds: float) -> None:
     """Let the GPU rest, and work again until its clocks are up."""
     time.sleep(seconds)

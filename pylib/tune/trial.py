@@ -243,10 +243,7 @@ def time_call(mm: Matmul, x: Tensor, w: PackedWeight, **others: Tensor) -> float
 
 
 def _cuda_time(mm: Matmul, x: Tensor, w: PackedWeight, others: Mapping[str, Tensor]) -> float:
-    weights = timing.copies(w)
-    for each in weights:  # the first call on a weight is not the fast one
-        mm(x, each, **others)
-    return timing.graph_time([partial(mm, x, each, **others) for each in weights]).median * 1e-6
+    return timing.cold_time([partial(mm, x, each, **others) for each in timing.copies(w)])
 
 
 def cpu_time(call: Callable[[], Tensor]) -> float:

@@ -33,9 +33,9 @@ from lowbit.pylib.reference import random_inputs
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul
 from lowbit.pylib.tune import processes as tune_processes
 from lowbit.pylib.tune import session as tuner
-from lowbit.pylib.tune.expert_trial import cold_routings
 from lowbit.pylib.tune.model_shapes import Size, matmul_sizes
 from lowbit.pylib.tune.problem import Problem
+from lowbit.pylib.tune.routings import cold_routings
 from lowbit.pylib.tune.search_space import candidates, neighbours
 from lowbit.pylib.tune.work import problems, with_kernels
 from lowbit.pylib.weights.packed import pack

@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -30,10 +30,11 @@ from lowbit.passes.kernels.registry import family_named
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.explain import executed
+from lowbit.pylib.explain import executed, measured
 from lowbit.pylib.explain.figures import Bars, Grid, Table
 from lowbit.pylib.explain.layouts import layout_grid
 from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
+from lowbit.pylib.explain.measured import Measured, measure
 from lowbit.pylib.explain.packing import words_of_lane
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.pictures import pictures
@@ -181,7 +182,30 @@ def test_roofline(m: int, target: str) -> None:
     assert found.predicted == family.predict(wanted.spec, tokens, wanted.schedule, wanted.target)
     assert found.bounds == family.bounds(wanted.spec, m, wanted.schedule, wanted.target)
     assert found.bounds[found.bound] == max(found.bounds.values()) > 0
-    assert f"Bound by {found.bound}" in found.figure().about
+    assert f"Bound by {found.bound}" in found.figure(Measured(None, "")).about
+
+
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, epilogue="residual"), replace(SPEC, n=256, experts=4)], ids=str)
+def test_measured_time(spec: MatmulSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine none, and why; on that of the target what the clock of `lowbit run` says of calls."""
+    target, results = parse_target("sm_90a"), list[torch.Tensor]()
+
+    def clock(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
+        results.append(calls[0]())
+        return 7.25e-6
+
+    monkeypatch.setattr(measured, "this_machine", lambda: "sm_80")
+    assert measure(spec, target, None, 16) == Measured(None, "No time was measured: this machine runs sm_80.")
+    monkeypatch.setattr(measured, "this_machine", lambda: "emulator:sm_90a")
+    monkeypatch.setattr(measured, "DEVICE", "cpu")
+    monkeypatch.setattr(measured, "copies", lambda weight: [weight])
+    monkeypatch.setattr(measured, "cold_time", clock)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    found = measure(spec, parse_target("emulator:sm_90a"), None, 16)
+    assert found == Measured(7.25, "On a GPU a call takes 7.25 µs, all of its launches.")
+    assert results[0].shape == (16, 64) and results[0].isfinite().all()
+    roofline = Roofline.of(kernel_choices(spec, target).launches(16)[0], 16).figure(found)
+    assert ("measured 7.25", 7.25) in [(name, bars[0].end) for name, bars in roofline.rows]
 
 
 def test_executed_counts_are_those_of_the_emulator() -> None:
