@@ -14,6 +14,7 @@ of it runs in the emulator. Pictures hold values of the compiler, the assembler 
 | `machine.py` | registers, occupancy, waves, roofline |
 | `measured.py` | the time of a call, where the target is this machine's GPU |
 | `executed.py`, `activity.py` | what ran: counts, banks and conflicts, copies in flight |
+| `shared.py` | buffers of shared memory by name, and the copy pipeline as rounds |
 | `page.py`, `templates/` | the page |
 | `pictures.py` | pictures for docs/ |
 | `trace.py` | a launch in the emulator for Perfetto and Chrome |

@@ -54,24 +54,30 @@ class Grid:
                 text = f'<text x="{x + _SIZE / 2}" y="{y + 15}">{escape(cell.text)}</text>' if cell.text else ""
                 rect = f'<rect x="{x}" y="{y}" width="{_SIZE}" height="{_SIZE}" fill="{fill}"/>'
                 parts.append(f"<g>{rect}{text}<title>{escape(cell.title)}</title></g>")
-        style = (
-            "text{font:9px ui-monospace,monospace;text-anchor:middle;fill:#222}rect{stroke:#8888}"
-            "text[text-anchor=end]{text-anchor:end}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
-        )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-            f'role="img"><title>{escape(self.title)}</title><style>{style}</style>{"".join(parts)}</svg>\n'
-        )
+        return _svg(self.title, width, height, parts)
+
+
+def _svg(title: str, width: int, height: int, parts: list[str]) -> str:
+    """A file of SVG with these parts."""
+    style = (
+        "text{font:9px ui-monospace,monospace;text-anchor:middle;fill:#222}rect{stroke:#8888}"
+        "text[text-anchor=end]{text-anchor:end}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img"><title>{escape(title)}</title><style>{style}</style>{"".join(parts)}</svg>\n'
+    )
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar from one place to another, what it is in words, and the number of its colour."""
+    """A bar from one place to another, what it is in words, the number of its colour, and a text on it."""
 
     begin: float
     end: float
     title: str
     hue: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,22 @@ class Bars:
     unit: str
     end: float
     rows: tuple[tuple[str, tuple[Bar, ...]], ...]
+
+    def svg(self) -> str:
+        """The bars as a file that a page of documentation shows, in light and dark."""
+        left, width = 2 * _LEFT, 640
+        parts = [f'<text x="{left}" y="14">0</text>']
+        parts.append(f'<text x="{left + width}" y="14" text-anchor="end">{self.end:,.0f} {escape(self.unit)}</text>')
+        for j, (name, bars) in enumerate(self.rows):
+            y = _TOP + _SIZE * j
+            parts.append(f'<text x="{left - 6}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+            for bar in bars:
+                x, long = (round(width * part / self.end, 1) for part in (bar.begin, bar.end - bar.begin))
+                fill = f"hsl({bar.hue % HUES * 360 // HUES} 60% 55% / .45)"
+                rect = f'<rect x="{left + x}" y="{y}" width="{long}" height="{_SIZE - 2}" fill="{fill}"/>'
+                text = f'<text x="{left + x + long / 2:.1f}" y="{y + 15}">{escape(bar.text)}</text>' if bar.text else ""
+                parts.append(f"<g>{rect}{text}<title>{escape(bar.title)}</title></g>")
+        return _svg(self.title, left + width + 4, _TOP + _SIZE * len(self.rows) + 4, parts)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from lowbit.pylib.explain.machine import Roofline, machine_figures
 from lowbit.pylib.explain.measured import measure
 from lowbit.pylib.explain.packing import packing_figures
 from lowbit.pylib.explain.page import Page
+from lowbit.pylib.explain.shared import shared_figures
 from lowbit.pylib.explain.text import Pane, absent_pane, pane_above, python_pane, sass_pane, stage_pane, with_counts
 from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.runtime.kernel import gpu_target, load
@@ -116,6 +117,7 @@ def _page(
         by_origin, by_line = counts_by_origin(seen, origins.lines["ptx"]), counts_by_line(seen)
         shown = [with_counts(pane, by_origin, by_line if pane.name == "ptx" else None) for pane in shown]
         figures = [*figures, *activity_figures(seen, origins.lines["ptx"], weights)]
+    figures += shared_figures(stages["tile"], seen)
     sass, of_machine = _machine_code(compiled, arguments)
     return Page(title, about, (*shown, sass), (*of_machine, *figures, *layout_grids(stages["tile"])))
 

@@ -27,6 +27,7 @@ from lowbit.passes.builder import Program
 from lowbit.passes.codegen import sass
 from lowbit.passes.codegen.cubin import Resources, resource_usage
 from lowbit.passes.kernels.registry import family_named
+from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import Emulator
@@ -37,7 +38,8 @@ from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
 from lowbit.pylib.explain.measured import Measured, measure
 from lowbit.pylib.explain.packing import words_of_lane
 from lowbit.pylib.explain.page import Page
-from lowbit.pylib.explain.pictures import pictures
+from lowbit.pylib.explain.pictures import pictures, pipeline_picture
+from lowbit.pylib.explain.shared import buffers, fills
 from lowbit.pylib.explain.text import coloured, coloured_python
 
 SPEC = MatmulSpec(n=64, k=512, weight="u4", group_size=128)
@@ -243,6 +245,60 @@ def test_a_picture_is_xml_with_a_title_for_every_cell() -> None:
     root = ElementTree.fromstring(pictures()["words_3_bits.svg"])
     titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
     assert titles[1:] == [cell.title for cell in words_of_lane(Packing(3, 16, 256)).cells]
+
+
+def test_the_picture_of_a_pipeline() -> None:
+    """`make pages` writes it. Steps depend on the version of LLVM; stages and rounds do not."""
+    drawn, found = (Path(__file__).parents[2] / "docs/img/pipeline.svg").read_text(), pipeline_picture()
+    wanted = re.findall("<title>(.*?), from", found.svg())
+    assert len(wanted) == 8 and re.findall("<title>(.*?), from", drawn) == wanted
+
+
+# -- shared memory
+
+
+@pytest.mark.parametrize(
+    ("spec", "target", "m"),
+    [
+        (SPEC, "sm_90a", 300),
+        (replace(SPEC, n=128, epilogue="silu_mul"), "sm_80", 16),
+        (replace(SPEC, n=256, experts=4), "sm_80", 4),
+    ],
+    ids=["signals", "freed", "padded"],
+)
+def test_buffers(spec: MatmulSpec, target: str, m: int) -> None:
+    """Whatever the emulator saw touched or copied lies in one, and the copies of a round in one stage."""
+    wanted = kernel_choices(spec, parse_target(target)).launches(m)[0]
+    compiled = compile_kernel(wanted, keep=True)
+    seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
+    held = buffers(compiled.stages["tile"])
+    assert seen and seen.whole
+    inside = {byte for each in held for byte in range(each.start, each.start + each.bytes)}
+    assert {4 * word for access in seen.accesses.values() for word in access.words} <= inside
+    assert max(each.start + each.bytes for each in held) <= compiled.launch.shared_bytes
+    (x,) = (each for each in held if each.name == "x_shared")
+    assert 1 < x.stages <= wanted.schedule.num_stages  # type: ignore[attr-defined]
+    for fill in fills(seen, held):
+        first = fill.buffer.start + fill.stage * fill.buffer.pitch
+        assert all(first <= copy.start < first + fill.buffer.pitch for copy in fill.copies)
+
+
+def test_rounds_of_a_pipeline() -> None:
+    """Eight panels of x of 64 columns go through four stages, in order, and each has all of its bytes."""
+    wanted = kernel_choices(SPEC, parse_target("sm_90a")).launches(300)[0]
+    compiled = compile_kernel(wanted, keep=True)
+    seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, 300)
+    assert seen
+    (x, *_), found = buffers(compiled.stages["tile"]), list(fills(seen, buffers(compiled.stages["tile"])))
+    assert [(fill.stage, fill.round) for fill in sorted(found, key=lambda f: f.begin)] == [(i % 4, i) for i in range(8)]
+    assert {sum(copy.bytes for copy in fill.copies) for fill in found} == {x.bytes // 4}
+
+
+def test_figures_of_shared_memory(page: Page) -> None:
+    rows = dict(figure(page, "Buffers in shared memory").rows)
+    assert "codes_shared: 32,768 bytes, 2 stages" in rows and len(rows["codes_shared: 32,768 bytes, 2 stages"]) == 2
+    rounds = figure(page, "Copy pipeline by rounds")
+    assert isinstance(rounds, Bars) and rounds.rows[0][0] == "codes_shared, stage 0"
 
 
 # -- other kernels
