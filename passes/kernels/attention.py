@@ -38,7 +38,7 @@ _TINY = 1e-30  # less than a sum of exponentials: a token that looks at nothing 
 _ROWS = ("zero", "none")
 _INSIDE = ("zero", "none", "none")  # there may be fewer queries than rows of threads
 _WRITTEN = ("skip", "none", "none")
-PARTS = 256  # of all tokens together, at most, where places are shared out
+PARTS = 256  # of all tokens together, at most, where their number decides how places are shared out
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class AttentionPlan:
     element   "f16" or "bf16": the type of all tensors
     parts     blocks that share the places of a token
     masked    whether there is a mask
+    tokens    the most of a launch, where that does not follow from the parts of a token
     """
 
     heads: Heads
     element: str
     parts: int = 1
     masked: bool = False
+    tokens: int = 0
 
     @property
     def queries(self) -> int:
@@ -68,9 +70,14 @@ class AttentionPlan:
         return self.heads.queries // self.queries
 
     @property
+    def rows(self) -> int:
+        """Returns how many queries have a row of parts in the workspace."""
+        return max(PARTS // self.parts, self.tokens * self.blocks) * self.queries
+
+    @property
     def workspace(self) -> int:
         """Returns bytes of the parts' outputs, maxima and sums, behind the counters."""
-        floats = COUNTERS + PARTS * self.queries * (self.heads.columns + 2)
+        floats = COUNTERS + self.rows * self.parts * (self.heads.columns + 2)
         return 4 * floats if self.parts > 1 else 0
 
 
@@ -318,7 +325,7 @@ class _Block:
     def _workspace(self, query: Scalar) -> list[tuple[Memory, Scalar]]:
         """Returns outputs, maxima and sums of all parts [queries, parts, columns or 1], and the row of a query in them,
         behind which the block's queries end."""
-        parts, rows, begin = self.plan.parts, PARTS // self.plan.parts * self.queries, COUNTERS
+        parts, rows, begin = self.plan.parts, self.plan.rows, COUNTERS
         found = list[tuple[Memory, Scalar]]()
         for columns in (self.heads.columns, 1, 1):
             row = query + begin // (parts * columns)

@@ -86,11 +86,11 @@ class _Block:
         p = self.p
         row, within, beyond = _spread(self.shape, self.threads, vector=_VECTOR)
         p.grid_launch_dependents()
+        p.grid_wait()
         signs = None
         if self.signs != "none":
             given = p.global_view(p["signs"], self.element, (1, *self.shape))
             signs = p.cast(p.load(given, self.start, row, within), "f32")
-        p.grid_wait()
         source, target = (p.global_view(p[name], self.element, (-1, *self.shape), sizes=[p["m"]]) for name in "xy")
         first = (p.block_id(0), *(0 for _ in self.shape))
         x = p.cast(p.load(source, first, row, within), "f32")

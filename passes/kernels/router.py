@@ -31,26 +31,26 @@ from lowbit.passes.launch import COUNTERS
 MOST_TOKENS = 64  # of a launch
 THREADS = 256
 _WARP = 32
-_COLUMNS = 8  # of a thread at once
+_COLUMNS = 8  # that a thread reads at once
 _ROWS = 4  # experts of a block
 _AT_ONCE = 32  # experts with which a thread compares its own
 _VECTOR = 4  # numbers of 32 bits that a thread reads at once
-_TINY = 1e-20  # added to a sum of sigmoids, which may all be 0
+TINY = 1e-20  # added to a sum of sigmoids, which may all be 0, as models do it
 
 
 @dataclass(frozen=True)
 class RouterPlan:
     """What a kernel of a router is made for.
 
-    element       "f16", "bf16" or "f32": the type of x
-    weight        the same of weight and bias
-    logits        the same of the logits that are written
-    scores        the same of the weights of tokens that are written
+    element       the type of x: "f16", "bf16" or "f32"
+    weight        the type of the weight and of the bias
+    logits        the type of the logits that are written
+    scores        the type of the weights of tokens that are written
     softmax       whether scores are softmax over all experts, or sigmoids
     renormalized  whether those of a token are divided by their sum
     biased        whether there is a bias
     corrected     whether there is a correction
-    tokens        of a block
+    tokens        how many a block has
     """
 
     hidden: int
@@ -78,7 +78,7 @@ class RouterPlan:
 
     @property
     def width(self) -> int:
-        """Returns how many numbers of experts are in shared memory, those that are none at the end included."""
+        """Returns how many numbers are in shared memory: those of experts, and -inf up to what the threads cover."""
         return max(_power_of_two(self.experts), THREADS // self.lanes, self.lanes)
 
     @property
@@ -242,7 +242,7 @@ class _Block:
         """Returns the weights [top_k] of a token's experts."""
         p, plan = self.p, self.plan
         if not plan.softmax:
-            return p.div(chosen, p.reduce(chosen, 0) + _TINY) if plan.renormalized else chosen
+            return p.div(chosen, p.reduce(chosen, 0) + TINY) if plan.renormalized else chosen
         most = p.reduce(chosen, 0, "max")
         parts = p.exp(chosen - most)
         if plan.renormalized:

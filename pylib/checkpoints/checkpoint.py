@@ -111,7 +111,7 @@ class Checkpoint:
         with self._naming_module(module):
             weight = self._weight(module, act, device, shape)
             rotations = self._transforms.of(module, weight.spec.outputs, weight.spec.k)
-            return weight, rotations.to(weight.device, TORCH[weight.spec.act])
+            return weight, rotations.to(weight.device, TORCH[weight.spec.act], TORCH[weight.spec.out_dtype])
 
     def rotations_of(self, module: str, n: int, k: int) -> Rotations:
         """Returns what rotates the k inputs and the n outputs of a quantized layer at each call, on the CPU."""

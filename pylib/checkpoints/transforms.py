@@ -191,10 +191,13 @@ class Rotations:
     def __bool__(self) -> bool:
         return bool(self.inputs or self.outputs)
 
-    def to(self, device: torch.device | str, act: torch.dtype = torch.float16) -> Rotations:
-        """Returns copies on a device, for one layer with inputs of type `act`, in which kernels read signs."""
-        each = (tuple(_copy(r, act).to(device) for r in rotations) for rotations in (self.inputs, self.outputs))
-        return Rotations(*each)
+    def to(
+        self, device: torch.device | str, act: torch.dtype = torch.float16, out: torch.dtype | None = None
+    ) -> Rotations:
+        """Returns copies on a device for one layer, with signs in the types of what they change: those of inputs in
+        `act`, and those of outputs in `out`, which is `act` if it is not given."""
+        both = (self.inputs, act), (self.outputs, out or act)
+        return Rotations(*(tuple(_copy(r, kind).to(device) for r in rotations) for rotations, kind in both))
 
 
 def _copy(rotation: Rotation, act: torch.dtype) -> Rotation:

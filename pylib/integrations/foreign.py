@@ -202,7 +202,8 @@ class Importer:
             table = LowbitEmbedding.from_packed(packed).in_place_of(empty)
             layers = with_tied([name], table, tied_linears(self.model.named_modules(), empty))
         else:
-            rotations = self.rotations.get(name, Rotations()).to(packed.device, TORCH[packed.spec.act])
+            types = TORCH[packed.spec.act], TORCH[packed.spec.out_dtype]
+            rotations = self.rotations.get(name, Rotations()).to(packed.device, *types)
             layers = {name: layer_of(packed, rotations).train(empty.training)}
         for module in layers[name].modules():
             keep_values(module)

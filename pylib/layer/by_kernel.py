@@ -200,21 +200,21 @@ def _attention_kernel(
     from lowbit.passes.kernels.attention import AttentionPlan
     from lowbit.passes.kernels.rope import Heads
 
-    rows = 1 if MODE.on else rows
+    rows, most = (1, MOST_ROWS) if MODE.on else (rows, 0)
     blocks, parts = rows * AttentionPlan(Heads(queries, keys, columns), element).blocks, 1
     while parts < _MOST_PARTS and blocks * parts * 2 <= _BLOCKS:
         parts *= 2
-    return _attention_of_parts(queries, keys, columns, element, parts, masked, target)
+    return _attention_of_parts(queries, keys, columns, element, parts, masked, most, target)
 
 
 @lru_cache(maxsize=64)
 def _attention_of_parts(
-    queries: int, keys: int, columns: int, element: str, parts: int, masked: bool, target: str
+    queries: int, keys: int, columns: int, element: str, parts: int, masked: bool, most: int, target: str
 ) -> Kernel:
     from lowbit.passes.kernels.attention import AttentionPlan, attention_program
     from lowbit.passes.kernels.rope import Heads
 
-    plan = AttentionPlan(Heads(queries, keys, columns), element, parts, masked)
+    plan = AttentionPlan(Heads(queries, keys, columns), element, parts, masked, most)
     return compiled(partial(attention_program, plan), target)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
+from lowbit.dialect.errors import SpecError
 from lowbit.pylib.layer.by_kernel import aligned, compiled, served, unwritten_like
 from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.driver import on_device
@@ -137,7 +138,10 @@ def rotated(x: Tensor, signs: Tensor | None, matrix: HadamardMatrix, target: str
 
     signs    [size], 1 and -1, if the matrix has some
     target   of the device that x is on, or of an emulator
+
+    Raises SpecError for columns that are no multiple of the size.
     """
+    check_columns(x, matrix.size)
     if not served(target, x) or not _has_kernel(matrix, target):
         return by_torch(x, signs, matrix)
     kernel = _kernel(matrix, {torch.float16: "f16", torch.bfloat16: "bf16"}[x.dtype], target)
@@ -146,6 +150,12 @@ def rotated(x: Tensor, signs: Tensor | None, matrix: HadamardMatrix, target: str
         given = () if signs is None else (aligned(signs.to(x.dtype)),)
         kernel.start(aligned(x), y, x.numel() // matrix.size, *given)
     return y
+
+
+def check_columns(x: Tensor, size: int) -> None:
+    """Raises SpecError for an x whose columns are no whole blocks of a rotation."""
+    if x.ndim == 0 or x.shape[-1] % size:
+        raise SpecError(f"x is {list(x.shape)}; its last dim must be a multiple of the rotation's {size} columns")
 
 
 def by_torch(x: Tensor, signs: Tensor | None, matrix: HadamardMatrix) -> Tensor:
@@ -176,6 +186,11 @@ def _butterflies(y: Tensor) -> Tensor:
 def _transposed_factor(factor: tuple[tuple[int, ...], ...], kind: torch.dtype, device: torch.device) -> Tensor:
     """Returns the transpose of a factor on a device. It is kept: CUDA graphs can't copy it there."""
     return torch.tensor(factor, dtype=kind).T.contiguous().to(device)
+
+
+def is_by_row(matrix: HadamardMatrix, target: str) -> bool:
+    """Tells whether a row of x gives the same bits whatever is beside it: torch's matmul by a factor need not do so."""
+    return len(matrix.factor) == 1 or (target != "cpu" and _has_kernel(matrix, target))
 
 
 @lru_cache(maxsize=256)

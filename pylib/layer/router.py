@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lowbit.passes.kernels.router import MOST_TOKENS, RouterPlan, router_program
+from lowbit.passes.kernels.router import MOST_TOKENS, TINY, RouterPlan, router_program
 from lowbit.pylib.experts.by_kernel import aligned
 from lowbit.pylib.runtime.driver import allocate, on_device
 from lowbit.pylib.runtime.interface import unwritten
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from lowbit.pylib.runtime.kernel import Kernel
 
 ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-_TINY = 1e-20  # added to a sum of sigmoids, as models do
 _PIECE = 8  # columns that a thread reads at once
 _MOST_EXPERTS = 1024
 _MOST_COLUMNS = 8192  # all of a token's are in a block's registers
@@ -53,16 +52,18 @@ def router(
     scores: torch.dtype,
     target: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logits [tokens, experts], the weights of a token's experts [tokens, top_k], the largest first, and which
-    they are, int64 [tokens, top_k].
+    """Returns logits [tokens, experts], the weights of a token's experts [tokens, top_k], in the order in which they
+    are chosen, and which they are, int64 [tokens, top_k].
 
     x               [tokens, hidden]
-    weight, bias    [experts, hidden] and [experts], of one type
-    correction      float32 [experts], for sigmoids
+    weight, bias    [experts, hidden] and [experts]; a kernel takes one type for both
+    correction      [experts], for sigmoids; a kernel takes float32
     logits, scores  types of what is returned
     target          of the device that x is on, or of an emulator
     """
     experts, hidden = weight.shape
+    if not _are_typed(x, weight, bias, correction, logits, scores):
+        return by_torch(x, weight, bias, correction, top_k, rule, logits, scores)
     plan = RouterPlan(
         hidden,
         experts,
@@ -104,8 +105,22 @@ def by_torch(
     ids = torch.topk(each if correction is None else each + correction, top_k, dim=-1).indices
     chosen = each.gather(1, ids)
     if rule.renormalized:
-        chosen = chosen / (chosen.sum(-1, keepdim=True) + (0 if rule.softmax else _TINY))
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + (0 if rule.softmax else TINY))
     return products.to(logits), (chosen * rule.scale).to(scores), ids
+
+
+def _are_typed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    logits: torch.dtype,
+    scores: torch.dtype,
+) -> bool:
+    """Tells whether a kernel reads and writes these types."""
+    alike = bias is None or bias.dtype is weight.dtype
+    plain = correction is None or correction.dtype is torch.float32
+    return alike and plain and {x.dtype, weight.dtype, logits, scores} <= ELEMENTS.keys()
 
 
 def _served(plan: RouterPlan) -> bool:

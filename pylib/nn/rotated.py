@@ -12,11 +12,13 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from lowbit.dialect.errors import PackError
+from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.layer.hadamard import HadamardMatrix, by_torch
+from lowbit.pylib.layer.hadamard import HadamardMatrix, by_torch, check_columns, is_by_row
 from lowbit.pylib.nn.packed_module import PackedModule, autocast, moved_bytes
 from lowbit.pylib.operator import rotation_schema as rotation_schema  # which declares the operator
+from lowbit.pylib.runtime.batch_invariant import MODE
+from lowbit.pylib.runtime.devices import target_at
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -27,6 +29,10 @@ class Rotation(nn.Module):
     """Multiplies blocks of columns by a matrix. The types of its buffers stay as they are."""
 
     size: int
+
+    def is_by_row(self, target: str) -> bool:
+        """Tells whether a row of x gives the same bits on a target, whatever is beside it."""
+        return False
 
     def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
         """Returns x [..., blocks * size] in f32 times the matrix or its transpose, block by block."""
@@ -59,6 +65,9 @@ class HadamardRotation(Rotation):
         """Returns x [..., blocks * size] times the matrix, in x's type."""
         return torch.ops.lowbit.hadamard(input, self.signs, self._text, "")
 
+    def is_by_row(self, target: str) -> bool:
+        return is_by_row(self.matrix, target)
+
     def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
         return by_torch(x.float(), self.signs, self.matrix.transposed if transposed else self.matrix)
 
@@ -86,7 +95,8 @@ class MatrixRotation(Rotation):
         self.register_buffer("matrix", matrix)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns x [..., blocks * size] times the matrix, in x's type."""
+        """Returns x [..., blocks * size] times the matrix, in x's type. Raises SpecError for other columns."""
+        check_columns(input, self.size)
         return self.turned(input).to(input.dtype)
 
     def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
@@ -154,9 +164,23 @@ class RotatedLinear(PackedModule, nn.Linear):
         return cls(packed.spec, packed, inputs, outputs)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns y [..., n] in the spec's out type for x [..., k] in its act type."""
+        """Returns y [..., n] in the spec's out type for x [..., k] in its act type.
+
+        Raises SpecError for other columns, and where rows shall not depend on each other but a rotation mixes them.
+        """
+        if MODE.on or self.spec.invariant:
+            self._check_by_row(input)
         x = autocast(input, self._act)
         return self.output_rotations(self.multiply(self.input_rotations(x)))
+
+    def _check_by_row(self, x: Tensor) -> None:
+        target = target_at(x.get_device())
+        for rotation in cast(list[Rotation], [*self.input_rotations, *self.output_rotations]):
+            if not rotation.is_by_row(target):
+                raise SpecError(
+                    f"{rotation} is multiplied by torch, whose bits depend on the other rows of x; rows that shall not"
+                    " (invariant=True, lowbit.batch_invariant()) need Hadamard matrices that a kernel has"
+                )
 
     def dequantize(self) -> Tensor:
         """Returns the weight [n, k] of the dense layer that computes the same, in the act type."""

@@ -27,19 +27,28 @@ from lowbit.pylib.operator import layer_schema as layer_schema  # which declares
 
 CORRECTION = "e_score_correction_bias"
 _TENSORS = {"weight", "bias", CORRECTION}
-_TRIED = 16  # tokens
+_GROUPS = ("num_group", "n_group", "topk_group")  # names of settings of routers whose experts are in groups
+_OF_MODULES = frozenset(vars(nn.Module()))
+_TRIED = 512  # tokens
+_FAR = 100.0  # times as large: so that limits of logits are seen
 
 
 @dataclass(frozen=True)
 class Routing:
     """What a router computes.
 
-    types   those of logits and weights that it returns, for each type of x that it takes
+    types      those of logits and weights that it returns, for each type of x that it takes
+    flat       whether it makes one list of the tokens of several sequences
+    settings   its own, by name: what was tried holds while they are the same
+    weight     the type of its weight then
     """
 
     rule: Rule
     top_k: int
     types: tuple[tuple[torch.dtype, tuple[torch.dtype, torch.dtype]], ...]
+    flat: bool
+    settings: tuple[tuple[str, Any], ...]
+    weight: torch.dtype
 
 
 class FusedRouter:
@@ -61,65 +70,53 @@ def route_apart_(module: nn.Module) -> None:
 
 
 def _may_be_router(module: nn.Module) -> bool:
-    """Tells whether a module has the tensors and the arguments of a router."""
+    """Tells whether a module has the tensors and the argument of a router, and no groups of experts."""
     weight, top_k = module._parameters.get("weight"), getattr(module, "top_k", None)
     tensors = {*module._parameters, *module._buffers}
     if weight is None or weight.ndim != 2 or type(top_k) is not int or isinstance(module, FusedRouter):
         return False
     if not tensors <= _TENSORS or module._modules or "forward" in vars(module) or weight.dtype not in ELEMENTS:
         return False
-    given = list(inspect.signature(module.forward).parameters.values())
-    return len(given) == 1 and 0 < top_k <= weight.shape[0]
+    if len({value for name in _GROUPS if (value := getattr(module, name, None)) is not None}) > 1:
+        return False  # fewer groups are chosen than there are
+    return list(inspect.signature(module.forward).parameters) == ["hidden_states"] and 0 < top_k <= weight.shape[0]
 
 
 # -- what a router computes
 
+_KNOWN = dict[tuple[Any, ...], Routing | None]()
+
 
 def _routing_of(router: nn.Module) -> Routing | None:
-    """Returns what a router computes, if one launch can."""
-    settings = {name: value for name, value in vars(router).items() if isinstance(value, int | float | str)}
+    """Returns what a router computes, if one launch can. Layers of a model that are alike are tried once."""
+    own = {name: value for name, value in vars(router).items() if name not in _OF_MODULES}
+    settings = tuple((name, value) for name, value in own.items() if isinstance(value, int | float | str))
     tensors = {**router._parameters, **router._buffers}
-    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items() if tensor is not None}
-    return _tried(_Like(type(router), tuple(sorted(settings.items())), tuple(sorted(shapes.items())), router))
+    shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items() if tensor is not None)
+    if len(settings) < len(own):  # a function, say, or a configuration: it may be another in each layer
+        return _tried(router, settings)
+    key = type(router), settings, shapes
+    if key not in _KNOWN:
+        _KNOWN[key] = _tried(router, settings)
+    return _KNOWN[key]
 
 
-@dataclass(frozen=True, eq=False)
-class _Like:
-    """A router, equal to those that compute the same."""
-
-    kind: type
-    settings: tuple[tuple[str, Any], ...]
-    shapes: tuple[tuple[str, Any], ...]
-    router: nn.Module
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Like) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.kind, self.settings, self.shapes
-
-
-@lru_cache(maxsize=16)
-def _tried(like: _Like) -> Routing | None:
+def _tried(router: nn.Module, settings: tuple[tuple[str, Any], ...]) -> Routing | None:
     """Tries a router."""
-    weight = cast(Tensor, like.router.weight)
-    top_k = cast(int, like.router.top_k)
+    weight, top_k = cast(Tensor, router.weight), cast(int, router.top_k)
     generator = torch.Generator("cpu").manual_seed(0)
     x = _random((_TRIED, weight.shape[1]), generator)
-    x[_TRIED // 2 :] *= 3  # so that limits of logits are seen
     try:
         with torch.inference_mode(), torch.device("cpu"):  # a model may be being built elsewhere
-            trial = _trial(like.router, generator)
-            rule = _rule_of(trial, x, top_k, trial(x))
-            types = [(dtype, _types(like.router, trial, x.to(dtype))) for dtype in ELEMENTS]
+            trial = _trial(router, generator)
+            rule = _rule_of(trial, x, top_k)
+            types = [(dtype, _types(router, trial, x[:2].to(dtype))) for dtype in ELEMENTS]
+            shapes = [tuple(each.shape[:-1]) for each in trial(x.unflatten(0, (2, -1)))]
     except Exception:  # of a module that is no router, it may be any
         return None
     taken = tuple((dtype, found) for dtype, found in types if found)
-    return Routing(rule, top_k, taken) if rule and taken else None
+    flat = shapes == [(_TRIED,)] * 3
+    return Routing(rule, top_k, taken, flat, settings, weight.dtype) if rule and taken else None
 
 
 def _trial(router: nn.Module, generator: torch.Generator) -> nn.Module:
@@ -153,29 +150,31 @@ def _types(router: nn.Module, trial: nn.Module, x: Tensor) -> tuple[torch.dtype,
     return (logits.dtype, scores.dtype) if {logits.dtype, scores.dtype} <= ELEMENTS.keys() else None
 
 
-def _rule_of(trial: nn.Module, x: Tensor, top_k: int, outcome: Any) -> Rule | None:
+def _rule_of(trial: nn.Module, x: Tensor, top_k: int) -> Rule | None:
     """Returns the rule by which a router's outcome for x follows from its tensors."""
+    outcome = trial(x)
     if not isinstance(outcome, tuple) or [getattr(each, "ndim", 0) for each in outcome] != [2, 2, 2]:
         return None
     logits, scores, ids = outcome
     weight, bias, correction = (getattr(trial, name, None) for name in ("weight", "bias", CORRECTION))
-    wide = torch.float32
+    given, wide = (cast(Tensor, weight), bias, correction), torch.float32
     for softmax, renormalized in product((True, False), repeat=2):
         if softmax and correction is not None:
             continue
         rule = Rule(softmax, renormalized)
-        products, unscaled, expected = by_torch(x, cast(Tensor, weight), bias, correction, top_k, rule, wide, wide)
+        products, unscaled, expected = by_torch(x, *given, top_k, rule, wide, wide)
         if not (scores.shape == unscaled.shape and torch.equal(ids.sort(-1)[0], expected.sort(-1)[0])):
             continue
         found, unscaled = scores.gather(1, ids.argsort(-1)), unscaled.gather(1, expected.argsort(-1))
         scale = round(float(found.sum() / unscaled.sum()), 6)
-        if _close(logits, products) and _close(found, unscaled * scale):
+        far = by_torch(x * _FAR, *given, top_k, rule, wide, wide)[0]
+        if _close(logits, products) and _close(found, unscaled * scale) and _close(trial(x * _FAR)[0], far):
             return Rule(softmax, renormalized, scale)
     return None
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-6 * max(1.0, float(expected.abs().max())))
 
 
 # -- the class
@@ -199,8 +198,9 @@ def _routing_class(cls: type[nn.Module], routing: Routing) -> type[nn.Module]:
 
 def _is_for(router: Any, x: Tensor, routing: Routing) -> bool:
     """Tells whether tokens are few enough, without gradients, and the router as it was when it was tried."""
-    weight, correction = router.weight, getattr(router, CORRECTION, None)
-    tokens = x.numel() // weight.shape[1]
-    fits = 0 < tokens <= MOST_TOKENS and router.top_k == routing.top_k
-    alike = weight.device == x.device and (correction is None or correction.dtype is torch.float32)
-    return fits and alike and not router.training and not torch.is_grad_enabled()
+    weight = router.weight
+    if router.training or torch.is_grad_enabled() or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        return False
+    few = 0 < x.numel() <= MOST_TOKENS * weight.shape[1] and (routing.flat or x.ndim == 2)
+    alike = weight.dtype is routing.weight and weight.device == x.device
+    return few and alike and all(getattr(router, name, None) == value for name, value in routing.settings)

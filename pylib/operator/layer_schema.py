@@ -69,8 +69,8 @@ def router(
     scores: torch.dtype,
     target: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logits [tokens, experts] of x [tokens, hidden], the weights of a token's experts [tokens, top_k], the
-    largest first, and which they are, int64 [tokens, top_k]; as `pylib.layer.router` has it."""
+    """Returns logits [tokens, experts] of x [tokens, hidden], the weights of a token's experts [tokens, top_k], in
+    the order in which they are chosen, and which they are, int64 [tokens, top_k]; as `pylib.layer.router` has it."""
     rule = Rule(softmax, renormalized, scale)
     return route_tokens(x, weight, bias, correction, top_k, rule, logits, scores, _target(target, x))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from threading import Lock
 
 from torch.compiler import assume_constant_result
 
@@ -32,13 +33,31 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 
     enabled   False: within, layers multiply as their specs say
 
-    It holds for all threads of the process. Layers raise SpecError for a spec that can't be invariant, which says why.
+    It holds for all threads of the process, until each has left its blocks. Layers raise SpecError for a spec that
+    can't be invariant, which says why.
     """
-    before, MODE.on = MODE.on, enabled
+    block = [enabled]
+    _enter(block)
     try:
         yield
     finally:
-        MODE.on = before
+        _leave(block)
+
+
+_LOCK, _OPEN = Lock(), list[list[bool]]()  # the blocks of all threads that have not been left, in the order of entering
+
+
+def _enter(block: list[bool]) -> None:
+    with _LOCK:
+        _OPEN.append(block)
+        MODE.on = block[0]
+
+
+def _leave(block: list[bool]) -> None:
+    """Ends a block; the one that was entered last of those that are left says how layers multiply."""
+    with _LOCK:
+        _OPEN[:] = [each for each in _OPEN if each is not block]
+        MODE.on = _OPEN[-1][0] if _OPEN else False
 
 
 def called(spec: MatmulSpec) -> MatmulSpec:

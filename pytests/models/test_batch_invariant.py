@@ -103,3 +103,24 @@ def test_a_configuration_makes_layers_invariant() -> None:
     assert lowbit.LowbitConfig.from_dict(config.to_dict()).config.invariant
     linear = lowbit.LowbitLinear.from_linear(torch.nn.Linear(256, 64).half(), config.config)
     assert linear.spec.invariant
+
+
+def test_attention_has_room_for_the_parts_of_all_tokens() -> None:
+    """As many parts as one token has, for up to 64 tokens."""
+    q, cache = torch.randn(1, 9, 2 * 64).bfloat16(), torch.randn(2, 1, 2, 80, 64).bfloat16()
+    held, target = torch.tensor(60), "emulator:sm_90a"
+    with lowbit.batch_invariant():
+        together = by_kernel.attention(q, *cache, held, None, 0.125, target)
+        for t in (0, 8):
+            alone = by_kernel.attention(q[:, t : t + 1], *cache, held + t, None, 0.125, target)
+            assert torch.equal(together[:, t : t + 1], alone)
+
+
+def test_blocks_of_several_threads_end_in_any_order() -> None:
+    first, second = lowbit.batch_invariant(), lowbit.batch_invariant()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert MODE.on
+    second.__exit__(None, None, None)
+    assert not MODE.on

@@ -99,10 +99,59 @@ def test_settings_count() -> None:
 
 
 def test_is_tried_while_a_model_is_built_elsewhere() -> None:
-    router._tried.cache_clear()
+    router._KNOWN.clear()
     with torch.device("meta"):
         module = made("mixtral.MixtralTopKRouter").to(BF16)
         assert module.weight.is_meta and route_together_(module)
+
+
+@pytest.mark.parametrize(("experts", "groups", "kept", "top_k"), [(160, 8, 4, 2), (16, 4, 3, 2), (64, 8, 7, 4)])
+def test_routers_with_groups_of_experts_stay(experts: int, groups: int, kept: int, top_k: int) -> None:
+    name, sizes = "deepseek_v3.DeepseekV3TopkRouter", {"n_group": groups, "topk_group": kept}
+    assert not route_together_(made(name, experts, num_experts_per_tok=top_k, **sizes))
+
+
+def test_settings_that_change_and_types_go_the_old_way() -> None:
+    module = made("qwen3_moe.Qwen3MoeTopKRouter", norm_topk_prob=True).to(BF16)
+    route_together_(module)
+    module.norm_topk_prob = False
+    with torch.no_grad():
+        found, expected = module(tokens(3)), type(module).__mro__[1].forward(module, tokens(3))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        assert module.half()(tokens(3, torch.float16))[0].dtype is torch.float16
+        assert module.double()(tokens(3, torch.float64))[0].dtype is torch.float64
+
+
+def test_several_sequences_keep_their_shape() -> None:
+    module = made("gpt_oss.GptOssTopKRouter").to(BF16)
+    with torch.no_grad():
+        before = module(tokens(6).unflatten(0, (2, 3)).flatten(0, 1))
+        assert route_together_(module)
+        assert module(tokens(6))[0].shape == before[0].shape
+
+
+def test_a_bias_of_another_type_is_added_as_it_is() -> None:
+    module = made("gpt_oss.GptOssTopKRouter").to(BF16)
+    module.bias.data = module.bias.data.float()
+    given = tokens(3), module.weight, module.bias, None, 3, True, True, 1.0, BF16, BF16
+    with torch.no_grad():
+        found, expected = (torch.ops.lowbit.router(*given, target) for target in ("emulator:sm_90a", "cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_what_a_configuration_says_is_tried_in_each_layer() -> None:
+    class Configured(type(made("mixtral.MixtralTopKRouter"))):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor) -> Any:
+            logits = nn.functional.linear(hidden_states, self.weight)
+            scores, ids = logits.float().softmax(-1).topk(self.top_k)
+            return logits, scores / scores.sum(-1, keepdim=True) if self.config["norm"] else scores, ids
+
+    rules: list[Any] = []
+    for norm in (True, False):
+        module = made("mixtral.MixtralTopKRouter")
+        module.__class__, module.config = Configured, {"norm": norm}
+        rules.append(router._routing_of(module))
+    assert [each.rule.renormalized for each in rules] == [True, False]
 
 
 def test_a_router_of_no_known_rule_stays() -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lowbit
-from lowbit import CheckpointError, LowbitLinear, PackError
+from lowbit import CheckpointError, LowbitLinear, PackError, QuantConfig, SpecError
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.hadamard import hadamard_program, shared_bytes
 from lowbit.passes.pipeline import lower_program
@@ -449,3 +449,21 @@ def test_on_a_gpu_and_in_a_graph(name: str) -> None:
             out = module(x)
         graph.replay()
         assert torch.equal(out, found)
+
+
+@pytest.mark.parametrize("target", ["emulator:sm_90a", "cpu"])
+def test_columns_that_are_no_whole_blocks(target: str) -> None:
+    for shape in ((4, 8), (2, 24)):
+        with pytest.raises(SpecError, match="multiple of the rotation's 16 columns"):
+            hadamard.rotated(torch.zeros(shape, dtype=torch.float16), None, HadamardMatrix(power=16), target)
+
+
+def test_rotations_by_torch_are_refused_where_rows_shall_be_alone() -> None:
+    packed = LowbitLinear.from_linear(nn.Linear(64, 32).half(), QuantConfig("u4", 32)).packed
+    x = torch.randn(3, 64).half()
+    by_matrix = RotatedLinear.from_packed(packed, [MatrixRotation(torch.linalg.qr(torch.randn(64, 64))[0])])
+    by_signs = RotatedLinear.from_packed(packed, [HadamardRotation(HadamardMatrix(power=64))])
+    with lowbit.batch_invariant():
+        with pytest.raises(SpecError, match="is multiplied by torch"):
+            by_matrix(x)
+        assert torch.equal(by_signs(x)[1:2], by_signs(x[1:2]))
