@@ -95,8 +95,8 @@ def _check_segments(op: Any) -> None:
     name, rest = "operandSegmentSizes", len(op.operands) - kinds.count(1)
     got = str(op.attributes[name]) if name in op.attributes else "nothing"
     if kinds.count(-1) > 1:
-        sizes = [int(size) for size in re.findall(r"\d+", got.partition(":")[2])]
-        singles = all(size == 1 for size, kind in zip(sizes, kinds) if kind == 1)
+        sizes = [int(size) for size in re.findall(r"-?\d+", got.partition(":")[2])]
+        singles = all(size == 1 if kind == 1 else size >= 0 for size, kind in zip(sizes, kinds))
         fits = len(sizes) == len(kinds) and singles and sum(sizes) == len(op.operands)
         groups = ", ".join("1" if kind == 1 else "any" for kind in kinds)
         expect(fits, name, f"array<i32: {groups}>, {len(op.operands)} in all", got)

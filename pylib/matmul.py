@@ -69,12 +69,14 @@ def compile(
     needed. The same arguments give the same `Matmul`, so every layer of a model may ask for its own; one that no
     layer holds any more is given back in time.
 
-    Raises SpecError for a spec or schedule that is none or does not fit, and for a schedule that no rows would have;
-    TargetError for an unknown target, a
-    GPU that is too old, or a missing tool, with the command that installs it.
+    Raises SpecError for a spec or schedule that is none or does not fit, for one with top_k, and for a schedule that no
+    rows would have; TargetError for an unknown target, a GPU that is too old, or a missing tool, with the command that
+    installs it.
     """
     if not isinstance(spec, MatmulSpec):
         raise SpecError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(n=64, k=256, weight='u4')")
+    if spec.top_k is not None:
+        raise SpecError(f"({spec}) is a part of what lowbit.LowbitExperts does for few tokens; drop top_k= to compile")
     schedule = schedule_from_dict(schedule) if isinstance(schedule, Mapping) else schedule
     if not (schedule is None or isinstance(schedule, KernelSchedule)):
         names = schedule_names("matmul", "quantized_matmul")

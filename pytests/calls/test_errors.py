@@ -382,3 +382,10 @@ def test_numpy_serves_where_it_can() -> None:
     mm = lowbit.compile(SPEC, "cpu")
     arrays = [np.asarray(CODES), SCALES.numpy(), None if ZEROS is None else ZEROS.numpy()]
     assert torch.equal(mm(X, mm.pack(*arrays)), mm(X, mm.pack(*PROBLEM[1:])))
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90a"])
+def test_experts_by_ids_are_no_matmul(target: str) -> None:
+    spec = lowbit.MatmulSpec(4 * 64, 128, "u4", 32, experts=4, top_k=lowbit.TopK(2))
+    with pytest.raises(lowbit.SpecError, match="LowbitExperts does for few tokens; drop top_k="):
+        lowbit.compile(spec, target)

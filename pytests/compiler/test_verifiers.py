@@ -66,6 +66,20 @@ def test_attributes_of_another_kind_are_refused(program: str, message: str) -> N
         parse(program)
 
 
+@pytest.mark.parametrize("sizes", ["-1, 1, 0, 0", "1, 1, -1, 1", "1, 1, 1, 0"])
+def test_groups_of_operands_that_do_not_fit_are_refused(sizes: str) -> None:
+    program = f"""
+!weight = !lowbit.packed<[16, 64], #lowbit.format<"u4", []>, 32, "none", "f16">
+func.func @f(%x: tensor<?x64xf16>, %w: !weight) {{
+  %y = "lowbit.matmul"(%x, %w) {{operandSegmentSizes = array<i32: {sizes}>}}
+      : (tensor<?x64xf16>, !weight) -> tensor<?x16xf16>
+  return
+}}
+"""
+    with pytest.raises(ir.MLIRError, match="operandSegmentSizes: expected array<i32: 1, 1, any, any>, 2 in all"):
+        parse(program)
+
+
 def test_every_operation_of_programs_has_a_rule() -> None:
     """What is not of the tensor level, of registers or around a program is lowered by a registered rule."""
     import_rules()

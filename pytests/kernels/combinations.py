@@ -215,6 +215,7 @@ EXPERT_FACTORS: dict[str, tuple[Any, ...]] = FACTORS | {
     "scale": ("f16", "bf16", "f32", "e8m0", "e4m3", "u4", "i6", "lut8"),
     "epilogue": (None, "silu_mul", "gelu_mul", "swiglu_oai"),
     "experts": (3,),
+    "invariant": (False,),  # experts refuse it
     "n": (48, 96, 144),
     "k": (64, 96, 192, 256),
 }
