@@ -443,7 +443,7 @@ def test_on_a_gpu_and_in_a_graph(name: str) -> None:
         x, y = expected[f"{layer}.x"].cuda(), expected[f"{layer}.y"]
         module = model.get_submodule(layer)
         found = module(x)
-        assert float((found.cpu() - y).norm() / y.norm()) < 2e-3
+        assert float((found.cpu() - y).norm() / y.norm()) < 5e-3  # as on a CPU: x, once rotated, is rounded to f16
         graph, out = torch.cuda.CUDAGraph(), torch.empty_like(found)
         with torch.cuda.graph(graph):
             out = module(x)
