@@ -35,7 +35,7 @@ _COLUMNS = 8  # that a thread reads at once
 _ROWS = 4  # experts of a block
 _AT_ONCE = 32  # experts with which a thread compares its own
 _VECTOR = 4  # numbers of 32 bits that a thread reads at once
-TINY = 1e-20  # added to a sum of sigmoids, which may all be 0, as models do it, as models do it
+TINY = 1e-20  # added to a sum of sigmoids, which may all be 0, as models do it
 
 
 @dataclass(frozen=True)

@@ -123,20 +123,6 @@ def _are_typed(
     return alike and plain and {x.dtype, weight.dtype, logits, scores} <= ELEMENTS.keys()
 
 
-def _are_typed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    logits: torch.dtype,
-    scores: torch.dtype,
-) -> bool:
-    """Tells whether a kernel reads and writes these types."""
-    alike = bias is None or bias.dtype is weight.dtype
-    plain = correction is None or correction.dtype is torch.float32
-    return alike and plain and {x.dtype, weight.dtype, logits, scores} <= ELEMENTS.keys()
-
-
 def _served(plan: RouterPlan) -> bool:
     """Tells whether there is a kernel for these sizes."""
     fits = plan.hidden % _PIECE == 0 and plan.hidden <= _MOST_COLUMNS and plan.experts <= _MOST_EXPERTS
