@@ -22,11 +22,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.signature import WORKSPACE
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.launch import COUNTERS
+
+if TYPE_CHECKING:  # a plan needs no MLIR
+    from lowbit.passes.builder import Memory, Program, Scalar, Tile
 
 MOST_TOKENS = 64  # of a launch
 THREADS = 256
@@ -98,6 +101,8 @@ def router_program(plan: RouterPlan) -> Program:
     Parameters: x [m, hidden]; weight [experts, hidden]; logits [m, experts]; scores [m, top_k], the weights of tokens;
     ids, i64 [m, top_k]; with a bias and a correction these [experts], the latter in f32; m, up to `MOST_TOKENS`; scale.
     """
+    from lowbit.passes.builder import Program
+
     pointers = ["x", "weight", "logits", "scores", "ids", *["bias"] * plan.biased, *["correction"] * plan.corrected]
     names = dict.fromkeys(pointers, "pointer") | {"m": "i32", "scale": "f32", WORKSPACE: "pointer"}
     grid = (f"ceil(m / {plan.tokens})", plan.blocks, 1)

@@ -161,11 +161,13 @@ def _word(number: Tensor) -> Tensor:
     return number.reshape(1).view(torch.int32)
 
 
-def unwritten_like(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Returns memory for a result of a kernel, on the current device if `like` is on a GPU."""
+def unwritten_like(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns memory for a result of a kernel, in the type of `like` or in another, on the current device if `like` is
+    on a GPU."""
+    kind = dtype or like.dtype
     if not like.is_cuda:
-        return unwritten(shape, like.dtype)
-    return allocate(tuple(shape), _strides(shape), like.dtype)  # it takes no torch.Size
+        return unwritten(shape, kind)
+    return allocate(tuple(shape), _strides(shape), kind)  # it takes no torch.Size
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

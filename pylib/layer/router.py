@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from lowbit.passes.kernels.router import MOST_TOKENS, TINY, RouterPlan, router_program
-from lowbit.pylib.experts.by_kernel import aligned
-from lowbit.pylib.runtime.driver import allocate, on_device
-from lowbit.pylib.runtime.interface import unwritten
+from lowbit.pylib.layer.by_kernel import aligned, compiled, unwritten_like
+from lowbit.pylib.runtime.driver import on_device
 
 if TYPE_CHECKING:
     from lowbit.pylib.runtime.kernel import Kernel
@@ -61,30 +60,14 @@ def router(
     logits, scores  types of what is returned
     target          of the device that x is on, or of an emulator
     """
-    experts, hidden = weight.shape
-    if not _are_typed(x, weight, bias, correction, logits, scores):
-        return by_torch(x, weight, bias, correction, top_k, rule, logits, scores)
-    plan = RouterPlan(
-        hidden,
-        experts,
-        top_k,
-        ELEMENTS[x.dtype],
-        ELEMENTS[weight.dtype],
-        ELEMENTS[logits],
-        ELEMENTS[scores],
-        rule.softmax,
-        rule.renormalized,
-        bias is not None,
-        correction is not None,
-        _SEVERAL if len(x) >= _SEVERAL else 1,
-    )
-    if target == "cpu" or not 0 < len(x) <= MOST_TOKENS or not _served(plan):
+    plan = _plan(x, weight, bias, correction, top_k, rule, logits, scores)
+    if target == "cpu" or plan is None:
         return by_torch(x, weight, bias, correction, top_k, rule, logits, scores)
     kernel = _router_kernel(plan, target)
     more = [aligned(each) for each in (bias, correction) if each is not None]
     with on_device(x.get_device()):
-        products, weights = _unwritten((len(x), experts), logits, x), _unwritten((len(x), top_k), scores, x)
-        ids = _unwritten((len(x), top_k), torch.int64, x)
+        products = unwritten_like((len(x), plan.experts), x, logits)
+        weights, ids = (unwritten_like((len(x), top_k), x, kind) for kind in (scores, torch.int64))
         kernel.start(aligned(x), aligned(weight), products, weights, ids, *more, len(x), rule.scale)
     return products, weights, ids
 
@@ -109,32 +92,30 @@ def by_torch(
     return products.to(logits), (chosen * rule.scale).to(scores), ids
 
 
-def _are_typed(
+def _plan(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     correction: Tensor | None,
+    top_k: int,
+    rule: Rule,
     logits: torch.dtype,
     scores: torch.dtype,
-) -> bool:
-    """Tells whether a kernel reads and writes these types."""
+) -> RouterPlan | None:
+    """Returns what a kernel for these tokens is made for; None where there is none for their number, types or sizes."""
+    experts, hidden = weight.shape
+    elements = [ELEMENTS.get(kind) for kind in (x.dtype, weight.dtype, logits, scores)]
     alike = bias is None or bias.dtype is weight.dtype
-    plain = correction is None or correction.dtype is torch.float32
-    return alike and plain and {x.dtype, weight.dtype, logits, scores} <= ELEMENTS.keys()
-
-
-def _served(plan: RouterPlan) -> bool:
-    """Tells whether there is a kernel for these sizes."""
-    fits = plan.hidden % _PIECE == 0 and plan.hidden <= _MOST_COLUMNS and plan.experts <= _MOST_EXPERTS
-    return fits and plan.top_k <= plan.experts and not (plan.softmax and plan.corrected)
-
-
-def _unwritten(shape: tuple[int, int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    return allocate(shape, (shape[1], 1), dtype) if like.is_cuda else unwritten(shape, dtype)
+    plain = correction is None or (correction.dtype is torch.float32 and not rule.softmax)
+    fits = hidden % _PIECE == 0 and hidden <= _MOST_COLUMNS and top_k <= experts <= _MOST_EXPERTS
+    if None in elements or not (alike and plain and fits and 0 < len(x) <= MOST_TOKENS):
+        return None
+    flags = rule.softmax, rule.renormalized, bias is not None, correction is not None
+    tokens = _SEVERAL if len(x) >= _SEVERAL else 1
+    of_x, of_weight, of_logits, of_scores = cast(list[str], elements)
+    return RouterPlan(hidden, experts, top_k, of_x, of_weight, of_logits, of_scores, *flags, tokens)
 
 
 @lru_cache(maxsize=64)
 def _router_kernel(plan: RouterPlan, target: str) -> Kernel:
-    from lowbit.pylib.runtime.kernel import compile_program
-
-    return compile_program(partial(router_program, plan), target, overlap=True, racecheck=False)
+    return compiled(partial(router_program, plan), target)
