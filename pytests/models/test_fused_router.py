@@ -98,8 +98,8 @@ def test_settings_count() -> None:
     assert scaled and scaled.rule.scale == 2.5
 
 
-def test_is_tried_while_a_model_is_built_elsewhere() -> None:
-    router._KNOWN.clear()
+def test_is_tried_while_a_model_is_built_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "_KNOWN", {})
     with torch.device("meta"):
         module = made("mixtral.MixtralTopKRouter").to(BF16)
         assert module.weight.is_meta and route_together_(module)
