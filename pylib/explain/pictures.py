@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.targets import parse_target
@@ -18,7 +17,7 @@ from lowbit.pylib.explain.shared import buffers, pipeline
 
 def pictures() -> dict[str, str]:
     """The text of each file by its name, of those that packing alone decides."""
-    return {"words_3_bits.svg": words_of_lane(Packing(3, 16, 256)).svg(), "lanes.svg": lanes_of_block().svg()}
+    return {"words_3_bits.svg": words_of_lane(MatmulSpec(16, 256, "u3")).svg(), "lanes.svg": lanes_of_block().svg()}
 
 
 def pipeline_picture() -> Bars:

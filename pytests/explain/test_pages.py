@@ -19,10 +19,11 @@ import pytest
 import torch
 
 import lowbit
-from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.bilevel import least_code
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen import sass
 from lowbit.passes.codegen.cubin import Resources, resource_usage
@@ -36,11 +37,16 @@ from lowbit.pylib.explain.figures import Bars, Grid, Table
 from lowbit.pylib.explain.layouts import layout_grid
 from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
 from lowbit.pylib.explain.measured import Measured, measure
-from lowbit.pylib.explain.packing import words_of_lane
+from lowbit.pylib.explain.packing import packing_figures, unit_of, words_of_lane
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.pictures import pictures, pipeline_picture
 from lowbit.pylib.explain.shared import buffers, fills
 from lowbit.pylib.explain.text import coloured, coloured_python
+from lowbit.pylib.reference import random_inputs
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.outliers import draw, to_lines
+from lowbit.pylib.weights.packed import pack
+from lowbit.pylib.weights.values import least
 
 SPEC = MatmulSpec(n=64, k=512, weight="u4", group_size=128)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
@@ -115,6 +121,17 @@ def test_without_nvdisasm(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- pictures
 
 
+def read(words: np.ndarray, grid: Grid) -> dict[str, int]:
+    """The numbers that are in words of memory, by what the picture says of its cells: of all titles but their bits."""
+    found: dict[str, int] = {}
+    for word, (_, cells) in zip(words.tolist(), grid.rows):
+        for i, cell in enumerate(cells):
+            if cell.text:
+                bit, _, what = cell.title.removeprefix("bit ").partition(" of ")
+                found[what] = found.get(what, 0) | (word >> 31 - i & 1) << int(bit)
+    return found
+
+
 @pytest.mark.parametrize("weight", ["u1", "u2", "u3", "u4", "u5", "u6", "u7", "i8"])
 def test_bits_of_the_packed_weight(weight: str) -> None:
     """A weight that `pack` has packed, read by what the picture says of its cells."""
@@ -124,17 +141,76 @@ def test_bits_of_the_packed_weight(weight: str) -> None:
     signed = codes - 128 if weight == "i8" else codes
     packed = lowbit.compile(spec, "cpu").pack(signed, torch.ones(16, 2))["codes"].numpy().view(np.uint32)
     for lane in (0, 13):
-        words = packed[0, 0, :, lane].ravel()
-        read = dict.fromkeys(((r, c) for r in range(16) for c in range(packing.chunk)), 0)
-        seen = set()
-        for word, (_, cells) in zip(words.tolist(), words_of_lane(packing, lane).rows):
-            for i, cell in enumerate(cells):
-                if cell.text:
-                    bit, row, column = map(int, re.findall(r"\d+", cell.title))
-                    read[row, column] |= (word >> 31 - i & 1) << bit
-                    seen.add((row, column))
-        assert len(seen) * 32 == 16 * packing.chunk
-        assert all(read[at] == codes[at] for at in seen)
+        found = read(packed[0, 0, :, lane].ravel(), words_of_lane(unit_of(spec), lane))
+        assert len(found) * 32 == 16 * packing.chunk
+        for what, number in found.items():
+            row, column = map(int, re.findall(r"\d+", what))
+            assert number == codes[row, column]
+
+
+OTHER_TENSORS = {
+    "f32, int zeros, bias": MatmulSpec(32, 512, "i4", group_size=64, scale="f32", zeros="int", bias=True),
+    "bf16, offsets": MatmulSpec(32, 512, "u4", group_size=32, act="bf16", scale="bf16", zeros="offset"),
+    "gated": MatmulSpec(16, 256, "u4", group_size=64, epilogue="silu_mul"),
+    "padded groups": MatmulSpec(32, 480, "u4", group_size=48),
+    "per row": MatmulSpec(32, 260, "u5"),
+    "folded": MatmulSpec(32, 512, "u4", group_size=64, compute="f8e4m3", fold_scales=True),
+} | {name: MatmulSpec.preset(name, 32, 1024) for name in ("mxfp4", "nvfp4", "spqr", "q4_k", "q6_k", "nf4_nested")}
+
+
+@pytest.mark.parametrize("spec", OTHER_TENSORS.values(), ids=OTHER_TENSORS)
+def test_bits_of_the_other_tensors(spec: MatmulSpec) -> None:
+    """Second levels, zeros, scales of rows, bias: each number in the words that are drawn is what was packed."""
+    _, given = random_inputs(spec, 1)
+    packed, small = pack(spec, **given), unit_of(spec)
+    drawn = {grid.title: grid for grid in packing_figures(spec)}
+    for slot in small.tensors:
+        if slot.role in ("codes", "permutation", "outliers"):
+            continue
+        words = packed[slot.name].contiguous().view(torch.uint8).numpy().ravel().view(np.uint32)
+        grid = drawn[f"Bits of {slot.name}"]
+        assert isinstance(grid, Grid)
+        found = read(words, grid)
+        assert found
+        for what, number in found.items():
+            name, (first, *others) = what.split()[0], [int(digits) for digits in re.findall(r" (\d+)[,)]", what)]
+            (of,) = (each for each in spec.given_tensors if each.name == name)
+            value = packed.unpack_tensor(name)[(first, *others) if len(of.given) > 1 else first]
+            assert number == stored_bits(spec, of, value), what
+
+
+def stored_bits(spec: MatmulSpec, slot: TensorSlot, value: torch.Tensor) -> int:
+    """The bits of a number as memory has it."""
+    if slot.storage == "u8":
+        return int(value) - (least_code(slot.code) if slot.code else least(spec))
+    number = value.reshape(1).to(TORCH[slot.storage])
+    return int.from_bytes(number.view(torch.uint8).numpy().tobytes(), "little")
+
+
+def test_bits_of_outliers() -> None:
+    spec = MatmulSpec.preset("spqr", 16, 512)
+    outliers = draw(16, 512, 0.01, torch.Generator().manual_seed(0))
+    lines = to_lines(outliers).numpy().view(np.uint32)
+    (grid,) = (each for each in packing_figures(spec) if each.title == "Bits of outliers")
+    assert isinstance(grid, Grid)
+    first, each = ((name, cells) for name, cells in grid.rows)
+    found = set[tuple[int, int, float]]()
+    for line in lines[1:]:
+        (column,) = read(line[:1], replace(grid, rows=(first,))).values()
+        for word in line[1:][line[1:] != 0]:
+            parts = read(np.array([word]), replace(grid, rows=(each,)))
+            value = np.array([parts["the value in f16"]], np.uint16).view(np.float16)[0]
+            found.add((parts["the row of 16"], column + parts["the column, less the first"], float(value)))
+    dense = outliers.to_dense()
+    assert found == {(r, c, float(dense[r, c])) for r, c in dense.nonzero().tolist()} and len(found) > 31
+
+
+@pytest.mark.parametrize("spec", [MatmulSpec(16, 64, "nf4"), MatmulSpec(16, 64, "f8e4m3"), MatmulSpec(16, 64, "i1")])
+def test_values_of_codes(spec: MatmulSpec) -> None:
+    (grid,) = (each for each in packing_figures(spec) if each.title == "Values of codes")
+    assert isinstance(grid, Grid)
+    shown = [float(cell.title.partition(": ")[2]) for cell in grid.cells]
+    np.testing.assert_array_equal(shown, spec.dtype.values())
 
 
 @pytest.mark.parametrize(
@@ -244,7 +320,7 @@ def test_pictures_of_the_docs(name: str) -> None:
 def test_a_picture_is_xml_with_a_title_for_every_cell() -> None:
     root = ElementTree.fromstring(pictures()["words_3_bits.svg"])
     titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert titles[1:] == [cell.title for cell in words_of_lane(Packing(3, 16, 256)).cells]
+    assert titles[1:] == [cell.title for cell in words_of_lane(MatmulSpec(16, 256, "u3")).cells]
 
 
 def test_the_picture_of_a_pipeline() -> None:
