@@ -21,7 +21,7 @@ from torch import Tensor
 from lowbit.pylib.aot.sources import C_FOLDER
 
 CPU = -1
-WARNINGS = ("-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror")
+WARNINGS = ("-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
 TYPES = {torch.uint8: 0, torch.int8: 1, torch.int32: 2, torch.float32: 3}
 OK, BAD_ARGUMENT, BAD_FILE, BAD_VERSION, NOT_THERE, BAD_WEIGHT, CUDA_FAILED = range(7)
 

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
-from c_runtime import compiler, library_path
-from exported import Exported, blocks, read_manifest, seal
+from c_runtime import library_path
+from exported import Exported, blocks, seal
+from fake_gpu import build_driver, with_texts
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
@@ -31,16 +31,12 @@ SPECS = {
     "permuted_experts": S(64, 128, "u4", group_size=32, experts=2, permuted=True, epilogue="silu_mul"),
     "experts_in_8_bits": S(64, 128, "u4", group_size=32, experts=2, compute="i8"),
 }
-KINDS = {"pointer": "p", "i32": "i", "tensor_map": "t"}
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a libcuda.so.1."""
-    folder = tmp_path_factory.mktemp("driver")
-    flags = ("-shared", "-fPIC", "-std=gnu11", "-Wall", "-Wl,-soname,libcuda.so.1")
-    subprocess.run([compiler(), *flags, HERE / "fake_cuda.c", "-o", folder / "libcuda.so.1"], check=True)
-    return folder
+    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 class Launched:
@@ -66,19 +62,6 @@ class Launched:
         self.error = done.stderr
         self.found = json.loads(done.stdout) if not done.returncode else None
         *self.launches, self.closed = [json.loads(line) for line in log.read_text().splitlines()] or [None]
-
-
-def with_texts(folder: Path, to: Path) -> Path:
-    """Returns a copy of a folder in which the code of each kernel is what fake_cuda.c takes for it."""
-    copytree(folder, to)
-    manifest = read_manifest(to)
-    for target in manifest["matmuls"][0]["targets"]:
-        for kernel in target["kernels"]:
-            kinds = "".join(KINDS[param["kind"]] for param in kernel["params"])
-            for code in ("cubin", "ptx"):
-                (to / kernel[code]).write_text(f"{code}:{kernel['name']} {kinds}")
-    seal(to, manifest)
-    return to
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +113,7 @@ def _launched(
     arguments = [_argument(param, arrays, exported.row_bytes, first, count, tile) for param in kernel["params"]]
     return {
         "kernel": f"cubin:{kernel['name']}",
+        "device": 0,
         "grid": [blocks(extent, count) for extent in kernel["grid"]],
         "block": [kernel["threads"], 1, 1],
         "shared": kernel["shared_bytes"],
@@ -216,6 +200,28 @@ def test_gpus_without_code(exported: Path, driver: Path) -> None:
     assert "no kernel in the folder runs on this GPU, sm_80; export for it as well" in older.error
     assert "finding the GPU: invalid device ordinal (101)" in Launched(driver, exported, [1], 90, device=3).error
     assert "m=2147483648 must be 0 to" in Launched(driver, exported, [1 << 31], 90).error
+
+
+@pytest.mark.parametrize("exported", [("usual", "sm_80")], indirect=True)
+@pytest.mark.parametrize(
+    ("of", "changed"),
+    [
+        ("grid", {"rule": "log2", "number": 1}),
+        ("grid", {"rule": "ceil", "number": 0}),
+        ("grid", {"rule": "sm_count", "number": 1 << 40}),
+        ("params", {"kind": "pointer", "from": "new"}),
+        ("params", {"kind": "f32", "from": "x"}),
+    ],
+)
+def test_what_the_runtime_does_not_know(of: str, changed: dict[str, Any], exported: Path, driver: Path) -> None:
+    """A manifest that is whole, of a kernel that is started in another way: nothing is launched."""
+    manifest = json.loads((exported / "manifest.json").read_text())
+    kernel = manifest["matmuls"][0]["targets"][0]["kernels"][0]
+    kernel[of][0] = {**kernel[of][0], **changed}
+    seal(exported, manifest)
+    run = Launched(driver, exported, [1], 80)
+    assert f"kernel {kernel['name']} is started in a way that this runtime does not know" in run.error
+    assert run.closed == {"closed": True, "contexts": 0, "modules": 0, "allocated": 0} and not run.launches
 
 
 @pytest.mark.parametrize("exported", [("usual", "sm_80")], indirect=True)

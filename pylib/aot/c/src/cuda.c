@@ -8,20 +8,14 @@
 
 #include "internal.h"
 
-typedef struct {
+struct launch_attribute { /* CUlaunchAttribute */
     int id;
     char pad[4];
     union {
         int value;
         char bytes[64];
     } of;
-} launch_attribute; /* CUlaunchAttribute */
-typedef struct {    /* CUlaunchConfig */
-    unsigned grid[3], block[3], shared_bytes;
-    void *stream;
-    launch_attribute *attributes;
-    unsigned attribute_count;
-} launch_config;
+};
 typedef struct {
     _Alignas(64) char bytes[128];
 } tensor_map; /* CUtensorMap */
@@ -73,6 +67,8 @@ static const char *const names[] = {"cuInit",
                                     "cuGetErrorString"};
 _Static_assert(sizeof cu == sizeof names, "a name for each function of the driver");
 
+static struct launch_attribute may_start_early = {.id = OVERLAP, .of.value = 1}; /* which the driver reads */
+
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char missing[160];
 
@@ -116,24 +112,36 @@ static int read_param(const lowbit_matmul *h, json p, param *found) {
     return LOWBIT_OK;
 }
 
+static int64_t up(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
+
+/* An extent of the grid: fixed on this GPU, or as many blocks as a call's rows need. */
+static int read_extent(const lowbit_matmul *h, json extent, kernel *found, int axis) {
+    json rule = json_member(extent, "rule");
+    int64_t number = json_integer(json_member(extent, "number")), blocks = 0;
+    found->config.grid[axis] = 1;
+    if (number < 1) return LOWBIT_BAD_VERSION;
+    if (json_is(rule, "ceil")) return found->rows_of_a_block[axis] = number, LOWBIT_OK;
+    if (json_is(rule, "constant")) blocks = number;
+    if (json_is(rule, "sm_count")) blocks = h->multiprocessors * number;
+    if (json_is(rule, "sm_part")) blocks = h->multiprocessors / number > 1 ? h->multiprocessors / number : 1;
+    found->config.grid[axis] = (unsigned)blocks;
+    return blocks < 1 || blocks > (axis ? 65535 : INT32_MAX) ? LOWBIT_BAD_VERSION : LOWBIT_OK;
+}
+
 static int read_kernel(const lowbit_matmul *h, json about, kernel *found) {
-    static const char *const rules[] = {"constant", "ceil", "sm_count", "sm_part"};
     json_text(json_member(about, "name"), found->name, sizeof found->name);
-    found->threads = (unsigned)json_integer(json_member(about, "threads"));
-    found->shared_bytes = (unsigned)json_integer(json_member(about, "shared_bytes"));
+    found->config.block[0] = (unsigned)json_integer(json_member(about, "threads"));
+    found->config.block[1] = found->config.block[2] = 1;
+    found->config.shared_bytes = (unsigned)json_integer(json_member(about, "shared_bytes"));
     found->may_overlap = json_true(json_member(about, "may_overlap"));
-    int axis = 0, maps = 0;
-    for (json e = json_first(json_member(about, "grid")); e && axis < 3; e = json_next(e), axis++) {
-        for (int rule = 0; rule < 4; rule++)
-            if (json_is(json_member(e, "rule"), rules[rule])) found->grid[axis].rule = rule;
-        found->grid[axis].number = json_integer(json_member(e, "number"));
-    }
-    for (json p = json_first(json_member(about, "params")); p; p = json_next(p)) {
-        if (found->params == MOST_PARAMS || read_param(h, p, &found->param[found->params]) ||
-            (maps += found->param[found->params++].kind == MAP) > MOST_MAPS)
-            return fail(LOWBIT_BAD_VERSION, "kernel %s takes arguments that this runtime does not know", found->name);
-    }
-    return LOWBIT_OK;
+    int axis = 0, maps = 0, unknown = 0;
+    for (json e = json_first(json_member(about, "grid")); e && axis < 3; e = json_next(e), axis++)
+        unknown |= read_extent(h, e, found, axis);
+    for (json p = json_first(json_member(about, "params")); p && !unknown; p = json_next(p))
+        unknown = found->params == MOST_PARAMS || read_param(h, p, &found->param[found->params]) ||
+                  (maps += found->param[found->params++].kind == MAP) > MOST_MAPS;
+    if (!unknown) return LOWBIT_OK;
+    return fail(LOWBIT_BAD_VERSION, "kernel %s is started in a way that this runtime does not know", found->name);
 }
 
 /* Loads the code of a kernel into the current context: machine code of the GPU's generation, else PTX. */
@@ -149,7 +157,7 @@ static int load_kernel(const lowbit_matmul *h, json about, bool same_generation,
     code = cu.cuModuleLoadData(&found->module, image);
     free(image);
     if (!code) code = cu.cuModuleGetFunction(&found->function, found->module, function);
-    if (!code) code = cu.cuFuncSetAttribute(found->function, DYNAMIC_SHARED_BYTES, (int)found->shared_bytes);
+    if (!code) code = cu.cuFuncSetAttribute(found->function, DYNAMIC_SHARED_BYTES, (int)found->config.shared_bytes);
     return code ? refused(code, "loading kernel", found->name) : LOWBIT_OK;
 }
 
@@ -190,7 +198,7 @@ static int read_kernels(lowbit_matmul *h, bool same_generation) {
     for (json each = json_first(listed); each && !code; each = json_next(each)) {
         kernel *found = &h->kernel[h->kernels++];
         int64_t workspace = json_integer(json_member(each, "workspace_bytes"));
-        if (workspace > h->launch_workspace) h->launch_workspace = workspace;
+        if (up(workspace) > h->launch_workspace) h->launch_workspace = up(workspace);
         code = read_kernel(h, each, found);
         if (!code) code = load_kernel(h, each, same_generation, found);
     }
@@ -252,16 +260,13 @@ void cuda_close(lowbit_matmul *h) {
 
 /* -- a call */
 
-static int64_t up(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
-
 int64_t cuda_workspace(const lowbit_matmul *h, int64_t m) {
-    int64_t bytes = up(h->launch_workspace);
-    for (int i = 0; i < h->arrays; i++)
-        if (h->is_buffer[i]) bytes += up(m * h->row_bytes[i]);
+    int64_t bytes = h->launch_workspace;
+    for (int i = 0; i < h->buffers; i++) bytes += up(m * h->row_bytes[h->buffer[i]]);
     return bytes;
 }
 
-int64_t cuda_dequantize_workspace(const lowbit_matmul *h) { return up(h->launch_workspace) + h->in_memory_bytes; }
+int64_t cuda_dequantize_workspace(const lowbit_matmul *h) { return h->launch_workspace + h->in_memory_bytes; }
 
 const range *cuda_range(const lowbit_matmul *h, int64_t m) {
     for (int i = 0; i < h->ranges; i++)
@@ -269,12 +274,11 @@ const range *cuda_range(const lowbit_matmul *h, int64_t m) {
     return NULL;
 }
 
-static bool find_grid(const lowbit_matmul *h, const kernel *k, int64_t rows, unsigned *grid) {
+static bool find_grid(const kernel *k, int64_t rows, unsigned *grid) {
     for (int axis = 0; axis < 3; axis++) {
-        int64_t number = k->grid[axis].number, blocks = number;
-        if (k->grid[axis].rule == CEIL) blocks = (rows + number - 1) / number;
-        if (k->grid[axis].rule == SM_COUNT) blocks = h->multiprocessors * number;
-        if (k->grid[axis].rule == SM_PART) blocks = h->multiprocessors / number > 1 ? h->multiprocessors / number : 1;
+        int64_t of_a_block = k->rows_of_a_block[axis];
+        if (!of_a_block) continue;
+        int64_t blocks = (rows + of_a_block - 1) / of_a_block;
         if (blocks < 1 || blocks > (axis ? 65535 : INT32_MAX)) return false;
         grid[axis] = (unsigned)blocks;
     }
@@ -291,13 +295,12 @@ static int encode(const param *p, void *address, int64_t rows, tensor_map *map) 
 /* Starts a kernel for rows `first` to `first + rows`, of experts with token tiles of `tile` slots. */
 static int start(const lowbit_matmul *h, const kernel *k, char *const *arrays, int64_t first, int64_t rows, int tile,
                  void *stream, bool overlap) {
-    launch_attribute attribute = {.id = OVERLAP, .of.value = 1};
-    launch_config config = {.block = {k->threads, 1, 1}, .shared_bytes = k->shared_bytes, .stream = stream};
+    launch_config config = k->config;
     tensor_map maps[MOST_MAPS];
     char *pointers[MOST_PARAMS];
     void *values[MOST_PARAMS];
     int used = 0, code, count_of_rows = (int)rows;
-    if (!find_grid(h, k, rows, config.grid))
+    if (!find_grid(k, rows, config.grid))
         return fail(LOWBIT_BAD_ARGUMENT, "m is more than kernel %s takes; multiply fewer rows at once", k->name);
     for (int i = 0; i < k->params; i++) {
         const param *p = &k->param[i];
@@ -308,7 +311,8 @@ static int start(const lowbit_matmul *h, const kernel *k, char *const *arrays, i
             values[i] = &maps[used++];
         }
     }
-    if (overlap && k->may_overlap) config.attributes = &attribute, config.attribute_count = 1;
+    config.stream = stream;
+    if (overlap && k->may_overlap) config.attributes = &may_start_early, config.attribute_count = 1;
     code = cu.cuLaunchKernelEx(&config, k->function, values, NULL);
     return code ? refused(code, "starting", k->name) : LOWBIT_OK;
 }
@@ -356,24 +360,22 @@ void cuda_free(const lowbit_matmul *h, void *memory) {
     leave(entered);
 }
 
-int cuda_run(const lowbit_matmul *h, char *const *given, int64_t m, int64_t x_rows, void *stream, bool overlap) {
-    char *arrays[MOST_ARRAYS];
-    memcpy(arrays, given, sizeof *given * (size_t)h->arrays);
-    char *buffer = arrays[WORKSPACE] + up(h->launch_workspace);
+int cuda_run(const lowbit_matmul *h, char **arrays, int64_t m, int64_t x_rows, void *stream, bool overlap) {
+    char *buffer = arrays[WORKSPACE] + h->launch_workspace;
     int64_t rows = m > x_rows ? m : x_rows;
-    for (int i = 0; i < h->arrays; i++)
-        if (h->is_buffer[i]) arrays[i] = buffer, buffer += up(rows * h->row_bytes[i]);
+    for (int i = 0; i < h->buffers; i++) {
+        arrays[h->buffer[i]] = buffer;
+        buffer += up(rows * h->row_bytes[h->buffer[i]]);
+    }
     bool entered = enter(h);
     int code = run_range(h, cuda_range(h, m), arrays, m, x_rows, stream, overlap);
     leave(entered);
     return code;
 }
 
-int cuda_dequantize(const lowbit_matmul *h, char *const *given, void *stream) {
-    char *arrays[MOST_ARRAYS];
+int cuda_dequantize(const lowbit_matmul *h, char **arrays, void *stream) {
     int code = LOWBIT_OK;
-    memcpy(arrays, given, sizeof *given * (size_t)h->arrays);
-    if (h->in_memory) arrays[h->in_memory] = arrays[WORKSPACE] + up(h->launch_workspace);
+    if (h->in_memory) arrays[h->in_memory] = arrays[WORKSPACE] + h->launch_workspace;
     bool entered = enter(h);
     for (int i = 0; i < h->dequantizing && !code; i++)
         code = start(h, &h->kernel[h->dequantize[i]], arrays, 0, 0, 0, stream, false);

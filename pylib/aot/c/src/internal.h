@@ -7,7 +7,7 @@
 #include "json.h"
 #include "lowbit.h"
 
-enum { MANIFEST = 1, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_NAME = 64, MOST_PATH = 512 };
+enum { MANIFEST = 1, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_BUFFERS = 8, MOST_NAME = 64, MOST_PATH = 512 };
 enum { X, Y, WORKSPACE, TENSORS }; /* the first of the arrays, in the order of every manifest */
 
 /* Keeps the text for lowbit_error_text, and returns the code. */
@@ -45,19 +45,22 @@ typedef struct {
 } param;
 enum { POINTER, ROWS, TILE, MAP };
 
+typedef struct { /* CUlaunchConfig */
+    unsigned grid[3], block[3], shared_bytes;
+    void *stream;
+    struct launch_attribute *attributes;
+    unsigned attribute_count;
+} launch_config;
+
 typedef struct {
     char name[MOST_NAME];
     void *module, *function;
-    unsigned threads, shared_bytes;
-    struct {
-        int rule;
-        int64_t number;
-    } grid[3];
+    launch_config config;      /* of every launch; what depends on the call is filled in then */
+    int64_t rows_of_a_block[3]; /* along an axis of the grid; 0 where its extent is that of `config` */
     bool may_overlap;
     int params;
     param param[MOST_PARAMS];
 } kernel;
-enum { CONSTANT, CEIL, SM_COUNT, SM_PART };
 
 typedef struct {
     int kernel;
@@ -95,7 +98,7 @@ struct lowbit_matmul {
     int64_t tensor_bytes[MOST_ARRAYS];
     char tensor_name[MOST_ARRAYS][MOST_NAME];
     int64_t row_bytes[MOST_ARRAYS];
-    bool is_buffer[MOST_ARRAYS];
+    int buffers, buffer[MOST_BUFFERS]; /* arrays in the workspace, behind each other */
     int in_memory; /* the array that has a dequantized weight in the order of memory; 0 where it needs none */
     int64_t in_memory_bytes;
     /* of a GPU */
@@ -123,11 +126,11 @@ int cuda_open(lowbit_matmul *h, json targets);
 void cuda_close(lowbit_matmul *h);
 int64_t cuda_workspace(const lowbit_matmul *h, int64_t m);
 const range *cuda_range(const lowbit_matmul *h, int64_t m);
-int cuda_run(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows, void *stream, bool overlap);
+int cuda_run(const lowbit_matmul *h, char **arrays, int64_t m, int64_t x_rows, void *stream, bool overlap);
 int cuda_allocate(const lowbit_matmul *h, size_t bytes, void **memory);
 void cuda_free(const lowbit_matmul *h, void *memory);
 int64_t cuda_dequantize_workspace(const lowbit_matmul *h);
-int cuda_dequantize(const lowbit_matmul *h, char *const *arrays, void *stream);
+int cuda_dequantize(const lowbit_matmul *h, char **arrays, void *stream);
 int cuda_pack_codes(const lowbit_matmul *h, char *const *arrays, void *stream);
 
 int cpu_open(lowbit_matmul *h, json targets);

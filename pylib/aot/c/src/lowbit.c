@@ -71,7 +71,11 @@ static int read_arrays(lowbit_matmul *h) {
             return fail(LOWBIT_BAD_VERSION, "more than %d arrays in the manifest", MOST_ARRAYS);
         json from = json_member(each, "from");
         h->row_bytes[h->arrays] = json_integer(json_member(each, "row_bytes"));
-        h->is_buffer[h->arrays] = json_is(from, "buffer");
+        if (json_is(from, "buffer")) {
+            if (h->buffers == MOST_BUFFERS)
+                return fail(LOWBIT_BAD_VERSION, "more than %d buffers in the manifest", MOST_BUFFERS);
+            h->buffer[h->buffers++] = h->arrays;
+        }
         if (json_is(from, "weight")) json_text(json_member(each, "name"), h->tensor_name[h->tensors++], MOST_NAME);
         h->inputs += json_is(from, "input");
         if (json_is(from, "dequantized"))
@@ -177,9 +181,12 @@ int64_t lowbit_expert_tile(const lowbit_matmul *h, int64_t m) {
 /* Room for a workspace of so many bytes to begin at a multiple of PAGE. */
 static int64_t with_room(int64_t bytes) { return bytes ? bytes + PAGE : 0; }
 
+static int64_t workspace_for(const lowbit_matmul *h, int64_t rows) {
+    return with_room(h->device == LOWBIT_CPU ? cpu_workspace(h, rows) : cuda_workspace(h, rows));
+}
+
 int64_t lowbit_workspace_bytes(const lowbit_matmul *h, int64_t m) {
-    if (lowbit_supports(h, m)) return -1;
-    return with_room(h->device == LOWBIT_CPU ? cpu_workspace(h, m) : cuda_workspace(h, m));
+    return lowbit_supports(h, m) ? -1 : workspace_for(h, m);
 }
 
 int64_t lowbit_dequantize_bytes(const lowbit_matmul *h) {
@@ -269,7 +276,7 @@ int lowbit_run(const lowbit_matmul *h, const lowbit_call *given) {
     arrays[X] = (char *)call.x, arrays[Y] = call.y;
     if ((code = check_pointer("x", call.x)) || (code = check_pointer("y", call.y)) ||
         (code = take_weight(h, call.weight, arrays)) || (code = take_inputs(h, call.inputs, arrays)) ||
-        (code = take_workspace(call.workspace, call.workspace_bytes, lowbit_workspace_bytes(h, rows), arrays)))
+        (code = take_workspace(call.workspace, call.workspace_bytes, workspace_for(h, rows), arrays)))
         return code;
     if (h->device == LOWBIT_CPU) return cpu_run(h, arrays, call.m, x_rows);
     return cuda_run(h, arrays, call.m, x_rows, call.stream, call.flags & LOWBIT_SETTLED);

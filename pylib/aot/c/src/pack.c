@@ -97,10 +97,10 @@ static int pack_codes(const lowbit_matmul *h, const packing *p, const slot *s) {
     run_of((int)p->bits, run);
     for (int64_t r = 0; r < h->n; r++)
         for (int64_t c = 0; c < p->chunks * p->chunk; c++) {
-            int64_t source = c / p->padded_group * p->group + c % p->padded_group;
-            if (c % p->padded_group >= p->group || source >= h->k) continue;
+            int64_t from = c / p->padded_group * p->group + c % p->padded_group;
+            if (c % p->padded_group >= p->group || from >= h->k) continue;
             uint32_t code = 0;
-            int failed = store_integer(s, given_row(h, r) * h->k + source, &code);
+            int failed = store_integer(s, given_row(h, r) * h->k + from, &code);
             if (failed) return failed;
             add_code(p, run, s->memory, r, c, code);
         }
