@@ -15,20 +15,19 @@ import torch
 from torch import Tensor, nn
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 except ImportError as error:
     raise ImportError("from_gguf needs transformers 5: pip install 'transformers>=5.17' accelerate") from error
 
-from lowbit.dialect.errors import CheckpointError, SpecError
+from lowbit.dialect.errors import CheckpointError, LowbitError, SpecError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import Act, MatmulSpec
-from lowbit.pylib.checkpoints.gguf.architectures import EMBEDDINGS, Source, read_source
+from lowbit.pylib.checkpoints.gguf.architectures import LOOKED_UP, Made, Source, read_source
 from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
 from lowbit.pylib.integrations.config import LowbitConfig
 from lowbit.pylib.integrations.quantizer import adopt
 from lowbit.pylib.nn.dense_experts import LISTS
 from lowbit.pylib.nn.embedding import LowbitEmbedding
-from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.torch_types import type_name
@@ -47,7 +46,8 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
     arguments   of `from_pretrained`, such as device_map and attn_implementation
 
     Embeddings of a quantized type become a `LowbitEmbedding`, whose table a tied output layer shares, and experts
-    `LowbitExperts`.
+    `LowbitExperts`. A matrix that the file has in parts of several types, or transposed, becomes dense. Encoders, such
+    as BERT, are built by `AutoModel`, without a pooler.
 
     Raises CheckpointError for a file that is damaged or can't be loaded; it names the tensor or the key.
     """
@@ -60,10 +60,13 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
     known = {name: value for name, value in source.config.items() if name not in source.architecture.unknown}
     fields = {**known, "dtype": type_name(dtype)}
     config = AutoConfig.for_model(source.architecture.model_type, **fields)
+    encoder = source.architecture.encoder
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
+        auto = AutoModelForCausalLM if encoder is None else AutoModel
+        empty = auto.from_config(config, **(encoder or {}))
     _check_fits(empty, contents, source)
     wanted = LowbitConfig.of_layers(contents.specs)
+    arguments = {**(encoder or {}), **arguments}
     model = type(empty).from_pretrained(
         None, config=config, state_dict=contents.state, quantization_config=wanted, **arguments
     )
@@ -95,12 +98,14 @@ class _Contents:
     def add_dense(self, name: str, value: Tensor) -> None:
         self.state[name], self.shapes[name] = value, tuple(value.shape)
 
-    def add_experts(self, module: str, matrix: str, stacks: Sequence[Sequence[PackedWeight]]) -> None:
-        """Add a matrix of all experts, whose rows are those of several stacks, one below the other."""
-        for expert, parts in enumerate(zip(*stacks)):
-            layer = concatenated([LowbitLinear.from_packed(part) for part in parts])
-            self._add_layer(f"{module}.{LISTS[matrix]}.{expert}", layer)
-            self.shapes[f"{module}.{matrix}"] = (len(stacks[0]), layer.spec.n, layer.spec.k)
+    def add_experts(self, name: str, list_name: str, layers: Sequence[LowbitLinear], transposed: bool) -> None:
+        """Add a matrix of all experts, by its name in the dense model and by that of the list of its layers."""
+        for expert, layer in enumerate(layers):
+            self._add_layer(f"{list_name}.{expert}", layer)
+        spec = layers[0].spec
+        self.shapes[name] = (len(layers), *((spec.k, spec.n) if transposed else (spec.n, spec.k)))
+        if spec.bias:
+            self.shapes[f"{name}_bias"] = len(layers), spec.n
 
     def _add_layer(self, name: str, module: PackedModule) -> None:
         self.specs[name] = module.spec
@@ -118,29 +123,75 @@ def _read(source: Source, dtype: torch.dtype) -> _Contents:
         value = file.load(name, source.order(name), source.factors(name))
         if isinstance(value, Tensor):
             contents.add_dense(key, source.dense(name, value).to(dtype))
-        elif name == EMBEDDINGS:
+        elif name in LOOKED_UP:
             contents.add_module(key.removesuffix(".weight"), LowbitEmbedding.from_packed(value))
         else:
             bias = name.removesuffix("weight") + "bias"
             given = cast(Tensor, file.load(bias, source.order(bias))) if bias in file else None
-            contents.add_module(key.removesuffix(".weight"), LowbitLinear.from_packed(value, given))
+            contents.add_module(key.removesuffix(".weight"), _layer(file, name, value, given))
+    for key, parts, made in source.made():
+        _add_made(contents, key, _made(source, parts, made), dtype)
     for module, matrices in source.experts().items():
         _check_stacks(file, matrices)
         for matrix, stacks in matrices.items():
-            if all(map(file.is_dense, stacks)):
-                whole = torch.cat([cast(Tensor, file[name]) for name in stacks], 1)
-                contents.add_dense(f"{module}.{matrix}", whole.to(dtype))
-            else:
-                contents.add_experts(module, matrix, _stacks(source, stacks))
+            _add_experts(contents, source, f"{module}.{matrix}", stacks, dtype)
     return contents
 
 
-def _stacks(source: Source, names: Sequence[str]) -> list[list[PackedWeight]]:
-    """Returns the matrices of several stacks. Where one of the stacks has factors, all have them."""
+def _layer(file: GgufFile, name: str, weight: PackedWeight, bias: Tensor | None) -> LowbitLinear:
+    """Returns a layer of a matrix called `name`. Raises CheckpointError for biases that no layer can have."""
+    try:
+        return LowbitLinear.from_packed(weight, bias)
+    except LowbitError as error:
+        raise CheckpointError(f"{file.path}: {name}: {error}") from error
+
+
+def _add_made(contents: _Contents, key: str, value: PackedWeight | Tensor, dtype: torch.dtype) -> None:
+    if isinstance(value, Tensor):
+        contents.add_dense(key, value.to(dtype))
+    else:
+        contents.add_module(key.removesuffix(".weight"), LowbitLinear.from_packed(value))
+
+
+def _made(source: Source, parts: Sequence[str], made: Made) -> PackedWeight | Tensor:
+    """Returns a matrix that is made of others. Raises CheckpointError where they do not fit each other."""
+    file, factors = source.file, list(map(source.factors, parts))
+    try:
+        if made.values is not None:
+            return made.values(*map(file.decoded, parts, factors))
+        count = sum(file.shape(part)[0] for part in parts)
+        return file.load_joined(parts, made.rows(source.config, count) if made.rows else None, factors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {' and '.join(parts)}: {error}") from error
+
+
+def _add_experts(
+    contents: _Contents, source: Source, name: str, stacks: Sequence[str], dtype: torch.dtype
+) -> None:
+    """Add a matrix of all experts, `name` in the dense model, whose rows are those of several stacks."""
+    file, transposed = source.file, source.architecture.transposed
+    module, _, matrix = name.rpartition(".")
+    rows = source.rows_of_experts(matrix, sum(file.shape(stack)[1] for stack in stacks))
+    biases = source.biases(stacks, rows)
+    if all(map(file.is_dense, stacks)):
+        whole = torch.cat([cast(Tensor, file[stack]) for stack in stacks], 1)
+        whole = whole if rows is None else whole[:, rows]
+        contents.add_dense(name, (whole.mT.contiguous() if transposed else whole).to(dtype))
+        if biases is not None:
+            contents.add_dense(f"{name}_bias", biases.to(dtype))
+    else:
+        packed = file.load_joined_experts(stacks, rows, _factors(source, stacks))
+        each = [None] * len(packed) if biases is None else list(biases)
+        layers = [_layer(file, stacks[0], weight, bias) for weight, bias in zip(packed, each)]
+        contents.add_experts(name, f"{module}.{LISTS[matrix]}", layers, transposed)
+
+
+def _factors(source: Source, names: Sequence[str]) -> list[Tensor | None]:
+    """Returns the factors of several stacks. Where one of the stacks has factors, all have them."""
     factors = {name: source.factors(name) for name in names}
     if any(each is not None for each in factors.values()):
         factors = {name: torch.ones(source.file.shape(name)[0]) if f is None else f for name, f in factors.items()}
-    return [source.file.load_experts(name, factors[name]) for name in names]
+    return list(factors.values())
 
 
 def _check_stacks(file: GgufFile, matrices: Mapping[str, Sequence[str]]) -> None:

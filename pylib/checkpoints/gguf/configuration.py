@@ -21,10 +21,17 @@ EMBEDDINGS, OUTPUT = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_ROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 QUERIES = ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight")
+Query = tuple[str, int, int]
+"""A tensor that has the rows of q, and its rows and columns."""
+LATENT_QUERY = "blk.0.attn_q_b.weight"
+SOFTMAX, SIGMOID = 1, 2
+"""llama.cpp's numbers of the functions by which tokens choose experts."""
+TOKEN_TYPES, LONGEST = "token_types.weight", 1 << 20
 SLIDING, FULL = "sliding_attention", "full_attention"
 SPECIAL_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The settings that all models with `ROPE_FACTORS` share; they were made with transformers' rope_type "llama3"."""
+LLAMA3_LENGTH, LLAMA3_TURNS = 8192, ((1.0, 4.0), (1.0, 1.0))
+"""The settings of models with `ROPE_FACTORS`, which were made with transformers' rope_type "llama3": how long texts
+were at first, and how often a slow and a fast angle turned in these, in Llama 3.1 and in Llama 4."""
 
 
 class About:
@@ -59,20 +66,32 @@ class About:
             raise CheckpointError(f"{self.name}.{key} is {found!r}; it must be an integer up to {MOST}")
         return found
 
+    def count(self, key: str) -> int:
+        """Returns an integer that may be 0, and is 0 where there is none."""
+        return 0 if self.value(key) in (None, 0) else self.integer(key)
+
     def has(self, tensor: str) -> bool:
         return tensor in self.file
 
+    @property
+    def blocks(self) -> int:
+        """The blocks of the model, without those that predict more tokens."""
+        blocks, more = self.integer("block_count"), self.count("nextn_predict_layers")
+        if more >= blocks:
+            raise CheckpointError(f"{self.name}.nextn_predict_layers is {more}, but there are {blocks} blocks")
+        return blocks - more
 
-def common(about: About) -> dict[str, Any]:
-    """Returns the fields that all models have, after a look at sizes."""
+
+def common(about: About, query: Query) -> dict[str, Any]:
+    """Returns the fields that all models have, after a look at sizes. query: a tensor of q, and its shape."""
     heads, hidden = about.integer("attention.head_count"), about.integer("embedding_length")
     head = head_of(about)
-    _check_sizes(about, hidden, heads * head, head)
+    _check_sizes(about, hidden, query)
     return {
         "vocab_size": about.file.shape(EMBEDDINGS)[0],
         "hidden_size": hidden,
         "intermediate_size": about.integer("feed_forward_length"),
-        "num_hidden_layers": about.integer("block_count"),
+        "num_hidden_layers": about.blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": about.integer("attention.head_count_kv", heads),
         "head_dim": head,
@@ -82,20 +101,27 @@ def common(about: About) -> dict[str, Any]:
     }
 
 
-def _check_sizes(about: About, hidden: int, rows: int, head: int) -> None:
+def _check_sizes(about: About, hidden: int, query: Query) -> None:
     """Raise CheckpointError for sizes that the tensors do not have: a model takes memory for some of them."""
-    blocks, query = about.integer("block_count"), next(filter(about.has, QUERIES), QUERIES[0])
+    blocks, (of_q, rows, columns) = about.blocks, query
     if blocks > len(about.file):
         raise CheckpointError(f"{about.name}.block_count is {blocks}, but there are {len(about.file)} tensors")
-    rows += 2 * about.integer("attention.head_count_kv", rows // head) * head if query == QUERIES[1] else 0
-    for name, index, size in ((EMBEDDINGS, 1, hidden), (query, 0, rows), (query, 1, hidden)):
+    for name, index, size in ((EMBEDDINGS, 1, hidden), (of_q, 0, rows), (of_q, 1, columns)):
         if not about.has(name):
             raise CheckpointError(f"it has no {name}, which the model needs")
         shape = about.file.shape(name)
         if len(shape) != 2 or shape[index] != size:
             raise CheckpointError(f"{name} is {list(shape)}, but by the metadata it has {size} in place {index}")
+
+
+def queries(about: About) -> Query:
+    """Returns the tensor of q, alone or with k and v, and its shape: heads of which all have one size."""
+    heads, head = about.integer("attention.head_count"), head_of(about)
     if (found := about.value("attention.value_length")) not in (None, 0, head):
         raise CheckpointError(f"{about.name}.attention.value_length is {found!r}; only {head} can be loaded")
+    name = next(filter(about.has, QUERIES), QUERIES[0])
+    rows = heads + (2 * about.integer("attention.head_count_kv", heads) if name == QUERIES[1] else 0)
+    return name, rows * head, about.integer("embedding_length")
 
 
 def _special_tokens(about: About) -> dict[str, int | None]:
@@ -171,14 +197,14 @@ def _llama3(about: About, base: float) -> dict[str, Any]:
     if not isinstance(given, Tensor) or given.ndim != 1 or not len(given):
         raise CheckpointError(f"{ROPE_FACTORS} must be a vector of floats")
     factors, half = given.double(), len(given)
-    scaling = {"factor": float(factors.max()), **LLAMA3_ROPE}
     wavelengths = 2 * math.pi * base ** (torch.arange(half, dtype=torch.float64, device="cpu") / half)
-    turns = LLAMA3_ROPE["original_max_position_embeddings"] / wavelengths
-    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    if not torch.allclose(factors, 1 / ((1 - smooth) / scaling["factor"] + smooth), rtol=1e-4):
-        raise CheckpointError(f"{ROPE_FACTORS} are not those of Llama 3.1 and its successors")
-    return scaling
+    turns = LLAMA3_LENGTH / wavelengths
+    for low, high in LLAMA3_TURNS:
+        smooth = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns > low).double()
+        if torch.allclose(factors, 1 / ((1 - smooth) / factors.max() + smooth), rtol=1e-4):
+            bounds = {"low_freq_factor": low, "high_freq_factor": high}
+            return {"factor": float(factors.max()), "original_max_position_embeddings": LLAMA3_LENGTH, **bounds}
+    raise CheckpointError(f"{ROPE_FACTORS} are not those of Llama 3.1 and its successors")
 
 
 def llama(about: About) -> dict[str, Any]:
@@ -211,7 +237,7 @@ def mixtral(about: About) -> dict[str, Any]:
 
 
 def _qwen_experts(about: About) -> dict[str, Any]:
-    blocks = range(about.integer("block_count"))
+    blocks = range(about.blocks)
     return {
         **_experts(about, "num_experts"),
         "moe_intermediate_size": about.integer("expert_feed_forward_length"),
@@ -230,7 +256,7 @@ def qwen3_moe(about: About) -> dict[str, Any]:
 
 def gemma3(about: About) -> dict[str, Any]:
     """Returns what Gemma 3 has of its own; of its sizes, 27B alone scales scores by the hidden size."""
-    blocks, pattern = about.integer("block_count"), about.integer("attention.sliding_window_pattern", 6)
+    blocks, pattern = about.blocks, about.integer("attention.sliding_window_pattern", 6)
     head, heads = about.integer("attention.key_length", 256), about.integer("attention.head_count")
     every = {"rope_theta": about.number("rope.freq_base", 1e6), "rope_type": "default", **_scaling(about)}
     local = {"rope_theta": about.number("rope.freq_base_swa", 10000.0), "rope_type": "default"}
@@ -264,7 +290,7 @@ def gemma(about: About) -> dict[str, Any]:
 
 def gemma2(about: About) -> dict[str, Any]:
     """Returns what Gemma 2 has of its own; of its sizes, 27B alone scales scores by the hidden size."""
-    blocks, heads = about.integer("block_count"), about.integer("attention.head_count")
+    blocks, heads = about.blocks, about.integer("attention.head_count")
     return {
         **qwen3(about),
         "query_pre_attn_scalar": about.integer("embedding_length") // heads if blocks == 46 else head_of(about),
@@ -308,8 +334,13 @@ def cohere(about: About) -> dict[str, Any]:
 def cohere2(about: About) -> dict[str, Any]:
     found = cohere(about)
     del found["use_qk_norm"]
-    types = _layer_types(about.integer("block_count"), 4)
+    types = _layer_types(about.blocks, 4)
     return {**found, "sliding_window": about.integer("attention.sliding_window"), "layer_types": types}
+
+
+def has_two_norms(about: About) -> bool:
+    """Tells whether Falcon's attention and MLP have a norm each."""
+    return about.has("blk.0.attn_norm_2.weight")
 
 
 def falcon(about: About) -> dict[str, Any]:
@@ -322,7 +353,7 @@ def falcon(about: About) -> dict[str, Any]:
     heads, keys = about.integer("attention.head_count"), about.integer("attention.head_count_kv")
     if heads % keys:
         raise CheckpointError(f"falcon.attention.head_count is {heads}, no multiple of head_count_kv, {keys}")
-    norms = 2 if about.has("blk.0.attn_norm_2.weight") else 1
+    norms = 2 if has_two_norms(about) else 1
     return {
         **_layer_norm(about, "layer_norm_epsilon"),
         "rope_parameters": _rope(about),
@@ -398,3 +429,171 @@ def olmoe(about: About) -> dict[str, Any]:
     if about.value("attention.clamp_kqv"):
         raise CheckpointError("olmoe.attention.clamp_kqv: models that clamp q, k and v can't be loaded")
     return {**qwen3(about), **_experts(about, "num_experts"), "norm_topk_prob": False}
+
+
+def gpt_oss(about: About) -> dict[str, Any]:
+    """Returns gpt-oss's fields. YaRN's bounds are no integers in transformers; llama.cpp rounds them."""
+    rope = _rope(about)
+    return {
+        **_rms(about),
+        **_experts(about, "num_local_experts"),
+        "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
+        "intermediate_size": about.integer("expert_feed_forward_length"),
+        "sliding_window": about.integer("attention.sliding_window"),
+        "layer_types": _layer_types(about.blocks, 2),
+        "attention_bias": about.has("blk.0.attn_q.bias"),
+    }
+
+
+def llama4(about: About) -> dict[str, Any]:
+    """Returns Llama 4's fields. Of its sizes, that of 128 experts has no norms of q and k."""
+    experts = _experts(about, "num_local_experts")
+    if experts["num_experts_per_tok"] != 1:
+        raise CheckpointError("llama4.expert_used_count must be 1")
+    if about.value("expert_feed_forward_length") is None or about.count("leading_dense_block_count"):
+        raise CheckpointError("llama4: models without experts, or whose first layers have none, can't be loaded")
+    return {
+        **_rms(about),
+        **experts,
+        "rope_parameters": _rope(about),
+        "intermediate_size": about.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": about.integer("feed_forward_length"),
+        "interleave_moe_layer_step": about.integer("interleave_moe_layer_step"),
+        "use_qk_norm": experts["num_local_experts"] != 128,
+        "attention_bias": about.has("blk.0.attn_q.bias"),
+    }
+
+
+def latent_queries(about: About) -> Query:
+    """Returns the tensor of q of models whose keys and values are of a latent vector, and its shape."""
+    rows = about.integer("attention.head_count") * _latent_head(about, "key")
+    if about.has(LATENT_QUERY):
+        return LATENT_QUERY, rows, about.integer("attention.q_lora_rank")
+    return QUERIES[0], rows, about.integer("embedding_length")
+
+
+def _latent_head(about: About, what: str) -> int:
+    """Returns the columns of a head's keys or values: newer files say under this name what they have in common."""
+    mla = f"attention.{what}_length_mla"
+    return about.integer(mla if about.value(mla) else f"attention.{what}_length")
+
+
+def _deepseek(about: About) -> dict[str, Any]:
+    """Returns what DeepSeek 2 and 3 share."""
+    rotated, head = about.integer("rope.dimension_count"), _latent_head(about, "key")
+    if rotated >= head:
+        raise CheckpointError(f"{about.name}.rope.dimension_count is {rotated}, but heads have {head} columns")
+    return {
+        **_rms(about),
+        **_routed(about),
+        "rope_parameters": _latent_rope(about),
+        "num_key_value_heads": about.integer("attention.head_count"),
+        "q_lora_rank": about.integer("attention.q_lora_rank") if about.has(LATENT_QUERY) else None,
+        "kv_lora_rank": about.integer("attention.kv_lora_rank"),
+        "head_dim": rotated,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": head - rotated,
+        "v_head_dim": _latent_head(about, "value"),
+        "attention_bias": about.has("blk.0.attn_q_a.bias"),
+    }
+
+
+def _routed(about: About) -> dict[str, Any]:
+    """Returns how tokens choose experts, of which groups are chosen first. Files that know no groups have one."""
+    groups, used = about.count("expert_group_count") or 1, about.count("expert_group_used_count") or 1
+    experts = _experts(about, "n_routed_experts")
+    if used > groups or experts["n_routed_experts"] % groups:
+        raise CheckpointError(f"{about.name}.expert_group_count is {groups}, of which {used} are used")
+    return {
+        **experts,
+        "first_k_dense_replace": about.count("leading_dense_block_count"),
+        "moe_intermediate_size": about.integer("expert_feed_forward_length"),
+        "n_shared_experts": about.integer("expert_shared_count"),
+        "routed_scaling_factor": float(about.number("expert_weights_scale", 1.0)),
+        "n_group": groups,
+        "topk_group": used,
+    }
+
+
+def _latent_rope(about: About) -> dict[str, Any]:
+    """Returns the rotation of a part of each head. The files have a tenth of YaRN's logarithmic multiplier."""
+    rope = {"rope_theta": about.number("rope.freq_base", 10000.0), "rope_type": "default", **_scaling(about)}
+    scales = {name: 10 * rope[name] for name in ("mscale_all_dim",) if name in rope}
+    return {**rope, **scales, **({"mscale": scales["mscale_all_dim"]} if scales else {})}
+
+
+def has_sigmoid(about: About) -> bool:
+    """Tells whether tokens choose experts by sigmoids, as in DeepSeek 3, and not by softmax. Raises CheckpointError for
+    other functions."""
+    if (found := about.value("expert_gating_func")) not in (None, 0, SOFTMAX, SIGMOID):
+        rule = f"only {SOFTMAX}, softmax, and {SIGMOID}, sigmoid, can be loaded"
+        raise CheckpointError(f"{about.name}.expert_gating_func is {found!r}; {rule}")
+    return found == SIGMOID
+
+
+def deepseek_v2(about: About) -> dict[str, Any]:
+    if about.value("expert_weights_norm"):
+        raise CheckpointError("deepseek2.expert_weights_norm is true; of models with softmax, only false can be loaded")
+    found = _deepseek(about)
+    return {**found, "topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+def deepseek_v3(about: About) -> dict[str, Any]:
+    return {**_deepseek(about), "norm_topk_prob": bool(about.value("expert_weights_norm")), "num_mtp_layers": 0}
+
+
+def gated_queries(about: About) -> Query:
+    """Returns the tensor of q of models whose heads have a gate each, and its shape."""
+    name = f"blk.{about.integer('full_attention_interval', 4) - 1}.attn_q.weight"
+    return name, 2 * about.integer("attention.head_count") * head_of(about), about.integer("embedding_length")
+
+
+def qwen3_next(about: About) -> dict[str, Any]:
+    blocks, every = about.blocks, about.integer("full_attention_interval", 4)
+    values, inner = about.integer("ssm.time_step_rank"), about.integer("ssm.inner_size")
+    if inner % values:
+        raise CheckpointError(f"qwen3next.ssm.inner_size is {inner}, no multiple of ssm.time_step_rank, {values}")
+    return {
+        **_rms(about),
+        **_qwen_experts(about),
+        "rope_parameters": _rope(about, partial=True),
+        "shared_expert_intermediate_size": about.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "layer_types": ["linear_attention" if number % every else FULL for number in range(1, blocks + 1)],
+        "linear_conv_kernel_dim": about.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": about.integer("ssm.state_size"),
+        "linear_num_key_heads": about.integer("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": inner // values,
+        "attention_bias": False,
+    }
+
+
+def _encoder(about: About) -> dict[str, Any]:
+    """Returns what encoders share. Raises CheckpointError for lengths of more than any file: buffers are as long."""
+    if about.integer("context_length") > LONGEST:
+        raise CheckpointError(f"{about.name}.context_length is more than {LONGEST}")
+    types = about.file.shape(TOKEN_TYPES)[0] if about.has(TOKEN_TYPES) else 1
+    return {**_layer_norm(about, "layer_norm_eps"), "type_vocab_size": types}
+
+
+def bert(about: About) -> dict[str, Any]:
+    return {**_encoder(about), "hidden_act": "gelu"}
+
+
+def nomic_bert(about: About) -> dict[str, Any]:
+    padding = _special_tokens(about)["pad_token_id"] or 0  # without which transformers makes no such configuration
+    return {**_encoder(about), "rope_parameters": _rope(about), "hidden_act": "silu", "pad_token_id": padding}
+
+
+def glm4_moe(about: About) -> dict[str, Any]:
+    if not has_sigmoid(about):
+        raise CheckpointError("glm4moe.expert_gating_func must be sigmoid")
+    return {
+        **_rms(about),
+        **_routed(about),
+        "rope_parameters": _rope(about, partial=True),
+        "norm_topk_prob": bool(about.value("expert_weights_norm")),
+        "use_qk_norm": about.has("blk.0.attn_q_norm.weight"),
+        "attention_bias": about.has("blk.0.attn_q.bias"),
+    }

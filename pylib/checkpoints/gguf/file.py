@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -102,27 +102,71 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
                 return self._dense(entry) if rows is None else self._dense(entry)[rows]
             if len(entry.shape) != 2:
                 raise CheckpointError(f"shape {list(entry.shape)} is no matrix; load_experts(name) reads stacks")
-            return self._packed(entry, rows, factor)
+            return self._packed([entry], rows, [factor])
         except LowbitError as error:
             raise CheckpointError(f"{entry.path}: {name}: {error}") from error
+
+    def load_joined(
+        self, names: Sequence[str], rows: Tensor | None, factors: Sequence[Tensor | None]
+    ) -> PackedWeight | Tensor:
+        """Returns rows of several matrices, one below the other: packed where all are of one quantized type, else their
+        values in f32.
+
+        rows     which row of them comes first, second and so on; None: as they are
+        factors  of each matrix, as in `load`
+        """
+        entries = [self._container.entries[name] for name in names]
+        try:
+            if any(len(entry.shape) != 2 for entry in entries) or len({entry.shape[1] for entry in entries}) > 1:
+                found = " and ".join(str(list(entry.shape)) for entry in entries)
+                raise CheckpointError(f"shapes {found} are no matrices with equal columns")
+            if len({entry.kind for entry in entries}) > 1 or entries[0].kind in DENSE:
+                values = torch.cat([self.decoded(name, factor) for name, factor in zip(names, factors)])
+                return values if rows is None else values[rows]
+            return self._packed(entries, rows, factors)
+        except LowbitError as error:
+            raise CheckpointError(f"{entries[0].path}: {' and '.join(names)}: {error}") from error
+
+    def decoded(self, name: str, factor: Tensor | None = None) -> Tensor:
+        """Returns the values of a tensor of any type in f32, in its shape. factor: as in `load`, or `load_experts`."""
+        if self.is_dense(name):
+            return self._dense(self._container.entries[name]).float()
+        if len(self.shape(name)) != 3:
+            return cast(PackedWeight, self.load(name, factor=factor)).dequantize()
+        return torch.stack([weight.dequantize() for weight in self.load_experts(name, factor)])
 
     def load_experts(self, name: str, factors: Tensor | None = None) -> list[PackedWeight]:
         """Returns the matrices of a tensor with three dimensions, of which the first is the expert.
 
         factors  f32 [experts], by which they are multiplied; None: 1
         """
-        entry = self._container.entries[name]
+        return self.load_joined_experts([name], None, [factors])
+
+    def load_joined_experts(
+        self, names: Sequence[str], rows: Tensor | None, factors: Sequence[Tensor | None]
+    ) -> list[PackedWeight]:
+        """Returns the matrices of several tensors as of `load_experts`, those of an expert one below the other.
+
+        rows     which row of an expert comes first, second and so on; None: as they are
+        factors  of each tensor, as in `load_experts`
+        """
+        first = self._container.entries[names[0]]
         try:
-            if len(entry.shape) != 3:
-                raise CheckpointError(f"shape {list(entry.shape)} is no stack of matrices")
-            if entry.kind in DENSE:
-                raise CheckpointError(f"type {self.type_of(name)} is not packed; file[name] is the stack")
-            count, size = entry.shape[0], _size(entry) // max(1, entry.shape[0])
-            each = [replace(entry, shape=entry.shape[1:], start=entry.start + i * size) for i in range(count)]
-            split = [None] * count if factors is None else factors.view(count, 1)
-            return [self._packed(expert, factor=factor) for expert, factor in zip(each, split)]
+            stacks = [self._matrices(name) for name in names]
+            each = [[None] * len(stacks[0]) if f is None else list(f.view(-1, 1)) for f in factors]
+            return [self._packed(parts, rows, of) for parts, of in zip(zip(*stacks), zip(*each))]
         except LowbitError as error:
-            raise CheckpointError(f"{entry.path}: {name}: {error}") from error
+            raise CheckpointError(f"{first.path}: {' and '.join(names)}: {error}") from error
+
+    def _matrices(self, name: str) -> list[Entry]:
+        """Returns the matrices of a stack. Raises CheckpointError for a tensor that is none, or is dense."""
+        entry = self._container.entries[name]
+        if len(entry.shape) != 3:
+            raise CheckpointError(f"shape {list(entry.shape)} is no stack of matrices")
+        if self.is_dense(name):
+            raise CheckpointError(f"type {self.type_of(name)} is not packed; file[name] is the stack")
+        count, size = entry.shape[0], _size(entry) // max(1, entry.shape[0])
+        return [replace(entry, shape=entry.shape[1:], start=entry.start + i * size) for i in range(count)]
 
     def type_of(self, name: str) -> str:
         """Returns the name of a tensor's type, such as "Q4_K" or "float32"."""
@@ -147,9 +191,16 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         except LowbitError as error:
             raise CheckpointError(f"{entry.path}: {name}: {error}") from error
 
-    def _packed(self, entry: Entry, rows: Tensor | None = None, factor: Tensor | None = None) -> PackedWeight:
-        data = self._bytes(entry).view(entry.shape[0], -1)
-        weight = _imported(entry, data if rows is None else data[rows.to(data.device)])
+    def _packed(
+        self, entries: Sequence[Entry], rows: Tensor | None, factors: Sequence[Tensor | None]
+    ) -> PackedWeight:
+        """Returns matrices of one type with equal columns, one below the other."""
+        parts = [self._bytes(entry).view(entry.shape[0], -1) for entry in entries]
+        data, factor = parts[0] if len(parts) == 1 else torch.cat(parts), _of_rows(entries, factors)
+        if rows is not None:
+            data = data[rows.to(data.device)]
+            factor = factor[rows] if factor is not None and len(factor) > 1 else factor
+        weight = _imported(replace(entries[0], shape=(len(data), entries[0].shape[1])), data)
         return (weight if factor is None else replace(weight, row_scales=factor)).pack(self.act)
 
     def _dense(self, entry: Entry) -> Tensor:
@@ -176,6 +227,16 @@ def _size(entry: Entry) -> int:
     if (columns := entry.shape[-1] if entry.shape else 1) % kind.columns:
         raise CheckpointError(f"{columns} columns are not blocks of {kind.columns} ({kind.name})")
     return count // kind.columns * kind.nbytes
+
+
+def _of_rows(entries: Sequence[Entry], factors: Sequence[Tensor | None]) -> Tensor | None:
+    """Returns the factors of rows of matrices that lie one below the other; of a single one [1], and None without."""
+    if all(factor is None for factor in factors):
+        return None
+    if len(entries) == 1:
+        return factors[0]
+    each = (torch.ones(1) if factor is None else factor for factor in factors)
+    return torch.cat([factor.expand(entry.shape[0]) for entry, factor in zip(entries, each)])
 
 
 def _imported(entry: Entry, data: Tensor) -> Imported:
