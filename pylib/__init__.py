@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
     from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
     from lowbit.pylib.checkpoints.registry import import_experts, import_weight
-    from lowbit.pylib.explain.kernels import explain_program
+    from lowbit.pylib.explain.kernels import explain_experts, explain_program
     from lowbit.pylib.integrations.config import LowbitConfig
     from lowbit.pylib.integrations.gguf import from_gguf
     from lowbit.pylib.matmul import Matmul, compile
@@ -110,6 +110,7 @@ __all__ = [
     "batch_invariant",
     "compile",
     "compile_program",
+    "explain_experts",
     "explain_program",
     "export",
     "from_gguf",
@@ -155,6 +156,7 @@ _NEEDS_TORCH = {
     "batch_invariant": "runtime.batch_invariant",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
+    "explain_experts": "explain.kernels",
     "explain_program": "explain.kernels",
     "export": "aot.export",
     "from_gguf": "integrations.gguf",

@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.fields import MOST
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.stages import Stage, stages
 from lowbit.pylib.cli.output import Json, errors, show, show_json
@@ -77,6 +78,26 @@ def _check_alone(program: str, spec: MatmulSpec, tokens: int, schedule: str | No
     """Raises SpecError for options of a matmul beside a program."""
     if (spec, tokens, schedule) != (default_spec(), 1, None):
         raise SpecError(f"{program} is compiled as it is: drop the options of a matmul, its tokens and schedule")
+
+
+def _page(spec: MatmulSpec, target: Target, tokens: int, top_k: int | None, schedule: str | None) -> Page:
+    """Returns the page of a matmul's kernel, or of that of a layer of experts."""
+    from lowbit.pylib.explain.kernels import explain_experts, explain_matmul
+
+    if top_k is None:
+        return explain_matmul(spec, target, parse_schedule(schedule), tokens)
+    _check_top_k(spec, top_k, schedule)
+    return explain_experts(spec, top_k, tokens, target.name)
+
+
+def _check_top_k(spec: MatmulSpec, top_k: int | None, schedule: str | None) -> None:
+    """Raises SpecError for experts of each row without experts, and for a schedule beside experts."""
+    if spec.experts == 1:
+        if top_k is not None:
+            raise SpecError(f"--top-k={top_k} says how many experts a token has: give their number, --experts")
+    elif schedule is not None:
+        fix = "drop --schedule; lowbit explain shows which kernels there are"
+        raise SpecError(f"--schedule={schedule}: the tokens of experts choose among the kernels of --experts; {fix}")
 
 
 def _page_of_program(program: str, target: str | None) -> Page:
@@ -159,6 +180,9 @@ def explain(
     ] = None,
     target: TargetName = None,
     tokens: Tokens = 1,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Experts of each row of x, for -o; without it, -m are slots.")
+    ] = None,
     schedule: ScheduleText = None,
     output: Annotated[
         Path | None,
@@ -169,7 +193,8 @@ def explain(
     """Show which kernels serve which number of rows, and what each is made of; or, with -o, one kernel from the spec
     to the last instruction: every stage side by side and linked, and pictures of layouts, memory and time.
 
-    Without -o nothing is compiled. Of experts it is the number of slots: rows of x times the experts of each.
+    Without -o nothing is compiled. Of experts it is the number of slots: rows of x times the experts of each. With -o
+    and --top-k it is the kernel that a layer runs: few rows go by the ids of their experts, more by a table of slots.
 
     [bold]Examples[/]
 
@@ -180,6 +205,8 @@ def explain(
       lowbit explain -n 196608 -k 2048 -w u4 -g 128 --experts 128 -t sm_90a
 
       lowbit explain -n 4096 -k 4096 -w u4 -g 128 -t sm_90a -m 16 -o page.html
+
+      lowbit explain -n 196608 -k 2048 -w u4 -g 128 --experts 128 --top-k 8 -t sm_90a -o page.html
 
       lowbit explain my_kernel.py:scale -t sm_90a -o page.html
     """
@@ -194,10 +221,10 @@ def explain(
         return
     parsed = target_named(target)
     if output is not None:
-        import lowbit
-
-        lowbit.compile(spec, target, parse_schedule(schedule)).explain(tokens).save(output)
+        _page(spec, parsed, tokens, top_k, schedule).save(output)
         return
+    if top_k is not None:
+        raise SpecError(f"--top-k={top_k} is for the page of one kernel: name a file for it, -o page.html")
     if not parsed.is_gpu:
         raise TargetError(f"target {parsed} has one program for every number of rows; name a GPU such as sm_90a")
     choices = kernel_choices(spec, parsed, parse_schedule(schedule))
@@ -283,13 +310,9 @@ def _trial(
     from lowbit.pylib.tune.expert_trial import run_expert_trial
     from lowbit.pylib.tune.trial import run_trial
 
+    _check_top_k(spec, top_k, schedule)
     if spec.experts == 1:
-        if top_k is not None:
-            raise SpecError(f"--top-k={top_k} says how many experts a token has: give their number, --experts")
         return run_trial(spec, tokens, target, parse_schedule(schedule), on_step=on_step)
-    if schedule is not None:
-        fix = "drop --schedule; lowbit explain shows which kernels there are"
-        raise SpecError(f"--schedule={schedule}: the tokens of experts choose among the kernels of --experts; {fix}")
     return run_expert_trial(spec, tokens, min(2, spec.experts) if top_k is None else top_k, target, on_step)
 
 

@@ -3,77 +3,109 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from lowbit.dialect.epilogue import RESIDUAL
 from lowbit.dialect.errors import EmulatorError
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.signature import WORKSPACE
-from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelRequest
-from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.dialect.top_k import IDS, ROUTER_WEIGHTS
+from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelRequest, KernelSchedule
+from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_named
+from lowbit.passes.kernels.streaming.plan import known_plan
 from lowbit.passes.launch import Launch
 from lowbit.passes.origins import Lines
-from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator import Emulator, observer
 from lowbit.pylib.emulator.observer import Observer, observing
 from lowbit.pylib.experts.routing import route
+from lowbit.pylib.runtime.activation import quantize_in_torch
 from lowbit.pylib.runtime.activation_maps import maps_of_x
-from lowbit.pylib.runtime.expert_matmul import expert_matmul
 from lowbit.pylib.runtime.interface import memory_of
-from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tune.timing import random_tensor, random_weight
+from lowbit.pylib.tune.timing import random_tensor
 
+_OF_X: tuple[str, ...] = ("x", "x_scales", "x_sums")
 STEPS = 30_000
 """Steps of the emulator that are looked at, which take about a second."""
-_DIRECT = ("matmul", "dequantize")
-"""Operations whose arguments are x, the weight, y and a residual."""
 
 
-def run_one_cluster(request: KernelRequest, launch: Launch, ptx: str, m: int) -> observer.Launch | None:
-    """What the first cluster of a launch for m rows does, on random data; None where there is no such launch."""
-    spec, operation = request.spec, family_named(request.family).operation
+def run_one_cluster(request: KernelRequest, launch: Launch, ptx: str, m: int) -> observer.Launch:
+    """What the first cluster of a launch for m rows does, on random data."""
     seen = Observer(clusters=1, steps=STEPS, sm_count=request.target.multiprocessors)
-    with observing(seen):
-        try:
-            if operation in _DIRECT:
-                Emulator(ptx).run(launch, arguments(spec, launch, m))
-            else:
-                _by_runtime(spec, request.target.arch, m)
-        except EmulatorError:
-            pass  # noted in the launch
-    return next((each for each in reversed(seen.launches) if each.kernel.name == launch.name), None)
+    with observing(seen), suppress(EmulatorError):  # which is noted in the launch
+        Emulator(ptx).run(launch, arguments(request, launch, m))
+    return seen.launches[0]
 
 
-def arguments(spec: MatmulSpec, launch: Launch, m: int) -> dict[str, Any]:
-    """Random arguments of a kernel for m rows, by name."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(m, spec.k, generator=generator).to(TORCH[spec.act])
-    y = torch.zeros(m, spec.outputs, dtype=TORCH[spec.out_dtype])
-    w = torch.zeros(spec.n, spec.k, dtype=TORCH[spec.act])
-    residual = {name: torch.zeros_like(y) for name in spec.call_inputs}
-    weight = {slot.name: random_tensor(spec, slot, "cpu") for slot in spec.tensors}
-    output = w if "m" not in [p.name for p in launch.params] else y
-    values: dict[str, Any] = {name: memory_of(t) for name, t in {"x": x, "y": output, **residual, **weight}.items()}
-    values |= maps_of_x(values["x"], spec, m, launch.boxes)
-    return values | {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
+def arguments(request: KernelRequest, launch: Launch, m: int) -> dict[str, Any]:
+    """Random arguments of a kernel for m rows, by name; of experts m is the number of slots, or of rows of y."""
+    spec = request.spec
+    tensors = {slot.name: random_tensor(spec, slot, "cpu") for slot in spec.tensors}
+    tensors |= _given(request, m) | _written(request, m)
+    named: dict[str, Any] = {p.name: memory_of(tensors[p.name]) for p in launch.arguments if p.name in tensors}
+    if launch.boxes:
+        named |= maps_of_x(memory_of(tensors["x"]), spec, m, launch.boxes)
+    return named | {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
 
 
-def _by_runtime(spec: MatmulSpec, arch: str, m: int) -> None:
-    """Multiplies as a call does, with launches of other kernels before; of experts each slot by the next one."""
-    target, weight = parse_target(f"emulator:{arch}"), random_weight(spec, "cpu")
-    x = torch.randn(m, spec.k, generator=torch.Generator().manual_seed(0)).to(TORCH[spec.act])
-    if spec.experts == 1:
-        residual = [torch.zeros(m, spec.n, dtype=TORCH[spec.out_dtype]) for _ in spec.call_inputs]
-        MatmulRuntimes(spec, target, None).ordinary.matmul(x, (*weight.tensors, *residual))
-        return
-    mm = expert_matmul(spec, target)
-    tile = tile_for(mm.tiles, m, spec.experts)
-    routing = route(torch.arange(m)[:, None] % spec.experts, spec.experts, tile)
-    mm(x, routing.rows, routing.tiles, weight.tensors, tile)
+def _given(request: KernelRequest, m: int) -> dict[str, Tensor]:
+    """What kernels read besides a packed weight. Each slot of experts has the next expert."""
+    spec, operation = request.spec, family_named(request.family).operation
+    if operation == "prepack":
+        return {"codes": torch.randint(spec.dtype.codes, (spec.n, spec.k), dtype=torch.uint8)}
+    count = spec.top_k.count if spec.top_k else 1
+    x = torch.randn(m * count, spec.k, generator=torch.Generator().manual_seed(0)).to(TORCH[spec.act])
+    in_bytes = spec.compute if operation in IN_EIGHT_BITS else None
+    found: dict[str, Tensor] = dict(zip(_OF_X, quantize_in_torch(x, in_bytes) if in_bytes else (x,)))
+    found[RESIDUAL] = torch.zeros(m, spec.outputs, dtype=TORCH[spec.out_dtype])
+    ids = torch.arange(m * count).view(m, count) % spec.experts
+    if spec.top_k:
+        weights = torch.ones(m, count, dtype=TORCH[spec.top_k.weights or "f32"])
+        return found | {IDS: ids.int() if spec.top_k.ids == "i32" else ids, ROUTER_WEIGHTS: weights}
+    if spec.experts > 1:
+        routing = route(ids, spec.experts, tokens_of(request.schedule, m))
+        found |= {"rows": routing.rows, "tiles": routing.tiles}
+    return found
+
+
+def _written(request: KernelRequest, m: int) -> dict[str, Tensor]:
+    """Memory for what kernels write."""
+    spec, act = request.spec, TORCH[request.spec.act]
+    match family_named(request.family).operation:
+        case "prepack":
+            return {"packed": torch.zeros(spec.packing.codes_shape, dtype=torch.int32)}
+        case "dequantize":
+            return {"y": torch.zeros(spec.n, spec.k, dtype=act)}
+        case "permute":
+            return {"y": torch.zeros(m, spec.k, dtype=act)}
+        case "quantize":
+            sums = torch.zeros(m, spec.k // SUM_COLUMNS)
+            return {"values": torch.zeros(m, spec.k, dtype=torch.uint8), "scales": torch.zeros(m), "sums": sums}
+        case _:
+            return {"y": torch.zeros(m, spec.outputs, dtype=TORCH[spec.out_dtype])}
+
+
+def tokens_of(schedule: KernelSchedule, m: int) -> int:
+    """Returns the most tokens of a block, or of a launch, by the schedule; m where it does not say."""
+    return getattr(schedule, "tokens", m)
+
+
+def weights_of_cluster(request: KernelRequest, seen: observer.Launch) -> int | None:
+    """Numbers of the weight that the cluster multiplied; None where that depends on more than the schedule, or where
+    not all of it was seen."""
+    spec, schedule = request.spec, request.schedule
+    if not isinstance(schedule, Schedule) or spec.experts > 1 or not seen.whole:
+        return None
+    steps = known_plan(spec, schedule).steps
+    columns = steps.rounds * schedule.warps_k * schedule.step_k
+    return min(spec.n, ROWS * steps.row_blocks) * min(spec.k, columns * len(seen.blocks))
 
 
 def counts_by_line(seen: observer.Launch) -> dict[int, int]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from lowbit.dialect.errors import TargetError
+from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.top_k import TopK
 from lowbit.passes.codegen.cubin import assemble
 from lowbit.passes.codegen.sass import disassemble
 from lowbit.passes.cpu.compile import program_origins
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
-from lowbit.passes.kernels.registry import family_named
+from lowbit.passes.kernels.registry import family_named, request
 from lowbit.passes.pipeline import Buildable, CompiledKernel, compile_kernel, lower_program
+from lowbit.passes.scheduling.choice import Chooser
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
 from lowbit.passes.tensor_programs import matmul_text
@@ -23,17 +25,27 @@ from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import observer
 from lowbit.pylib.emulator.observer import Observer, observing
 from lowbit.pylib.explain.activity import activity_figures
-from lowbit.pylib.explain.executed import STEPS, counts_by_line, counts_by_origin, run_one_cluster
+from lowbit.pylib.explain.executed import (
+    STEPS,
+    counts_by_line,
+    counts_by_origin,
+    run_one_cluster,
+    tokens_of,
+    weights_of_cluster,
+)
 from lowbit.pylib.explain.figures import Figure
 from lowbit.pylib.explain.layouts import layout_grids
 from lowbit.pylib.explain.machine import Roofline, machine_figures
-from lowbit.pylib.explain.measured import measure
+from lowbit.pylib.explain.measured import UNTIMED, Measured, measure
 from lowbit.pylib.explain.packing import packing_figures
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.shared import shared_figures
 from lowbit.pylib.explain.text import Pane, absent_pane, pane_above, python_pane, sass_pane, stage_pane, with_counts
 from lowbit.pylib.runtime.cpu import CpuMatmul
+from lowbit.pylib.runtime.devices import target_named
+from lowbit.pylib.runtime.interface import check_schedule
 from lowbit.pylib.runtime.kernel import gpu_target, load
+from lowbit.pylib.runtime.top_k_experts import most_tokens
 
 TITLES = {
     "tile": "Tiles: one block",
@@ -49,27 +61,67 @@ TITLES = {
 def explain_matmul(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, m: int) -> Page:
     """The page of the first kernel that serves m rows; of several experts, m slots.
 
-    Raises SpecError for a schedule that does not fit, TargetError where a tool to compile is missing.
+    Raises SpecError for a schedule that does not fit or that no rows have, TargetError where a tool to compile is
+    missing.
     """
+    check_schedule(target, schedule)
     if not target.is_gpu:
         return _explain_cpu(spec, m)
-    wanted = kernel_choices(spec, target, schedule).launches(m)[0]
-    compiled = compile_kernel(wanted, keep=True, origins=True)
-    seen = run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
-    choices = ", ".join(f"{name}={value}" for name, value in spelled_out(wanted.schedule).items() if name != "family")
-    about = f"Kernel family {wanted.family}: {choices or 'no choices'}"
-    roofline = Roofline.of(wanted, m).figure(measure(spec, target, schedule, m))
-    figures = [roofline, *packing_figures(wanted.spec)]
-    weights = _weights(wanted, compiled, m, seen)
-    return _page(f"{spec}, m = {m}, on {target}", about, compiled, seen, figures, {"m": m}, weights)
+    first, *others = kernel_choices(spec, target, schedule).launches(m)
+    of_call = f"the first of {1 + len(others)} launches for {m} rows" if others else ""
+    return explain_kernel(first, m, measure(spec, target, schedule, m), of_call)
 
 
-def _weights(wanted: KernelRequest, compiled: CompiledKernel, m: int, seen: observer.Launch | None) -> float | None:
-    """Numbers of the weight that each cluster multiplies, if all of them multiply as many; None if they do not."""
-    if not seen or not seen.whole or family_named(wanted.family).operation != "matmul":
+def explain_experts(spec: MatmulSpec, top_k: int, tokens: int = 1, target: str | None = None) -> Page:
+    """Returns the page of the kernel by which a layer multiplies so many tokens by `top_k` experts of each.
+
+    spec     the weights of all experts, as `LowbitExperts` has them: of gate and up where its epilogue is a gate
+    target   as for `lowbit.compile`; None: this machine's
+
+    For few tokens the kernel reads the ids of their experts, and adds up what they make unless its sums are gated; for
+    more it reads a table of slots. Raises SpecError for a spec with one expert and for a top_k beyond them, TargetError
+    for an unknown target or where a tool to compile is missing.
+    """
+    if spec.experts == 1 or not 1 <= top_k <= spec.experts:
+        raise SpecError(f"top_k={top_k} must be in 1..{spec.experts}, of several experts (experts=)")
+    named = target_named(target)
+    by_ids = _by_ids(spec, top_k, tokens, named)
+    if by_ids is None:
+        return explain_matmul(spec, named, None, tokens * top_k)
+    made, rows = request(by_ids, named, Chooser(by_ids, named).schedule(1)), tokens * (top_k if spec.is_gated else 1)
+    return explain_kernel(made, rows, measure(by_ids, named, None, rows))
+
+
+def _by_ids(spec: MatmulSpec, top_k: int, tokens: int, target: Target) -> MatmulSpec | None:
+    """Returns what few tokens take in place of a table of slots; None where no kernel does, or for more tokens."""
+    kind = spec.for_rows(1)
+    if not target.is_gpu or kind.compute or tokens > most_tokens(spec.experts, top_k):
         return None
-    blocks = math.prod(compiled.launch.blocks({"m": m}, wanted.target.multiprocessors))
-    return wanted.spec.n * wanted.spec.k * len(seen.blocks) / blocks
+    found = replace(kind, top_k=TopK(top_k, weights=None if spec.is_gated else "f32"))
+    try:
+        return found if Chooser(found, target).token_tiles else None
+    except SpecError:
+        return None
+
+
+def explain_kernel(request: KernelRequest, m: int, measured: Measured = UNTIMED, about: str = "") -> Page:
+    """Returns the page of a kernel of any family for m rows; of experts m slots, or rows of y where it reads ids.
+
+    measured   the time of a call, where one was timed
+    about      what else there is to say of it
+
+    Raises TargetError where a tool to compile is missing.
+    """
+    spec, family = request.spec, family_named(request.family)
+    rows = m if family.takes_any_tokens else min(m, tokens_of(request.schedule, m))
+    compiled = compile_kernel(request, keep=True, origins=True)
+    seen = run_one_cluster(request, compiled.launch, compiled.ptx, rows)
+    choices = ", ".join(f"{name}={value}" for name, value in spelled_out(request.schedule).items() if name != "family")
+    about = "; ".join(filter(None, (f"Kernel family {request.family}: {choices or 'no choices'}", about)))
+    figures = [Roofline.of(request, rows).figure(measured)] if family.operation.endswith("matmul") else []
+    figures += [] if family.operation in ("permute", "quantize") else packing_figures(spec)
+    title = f"{spec}, m = {m}, on {request.target}"
+    return _page(title, about, compiled, seen, figures, {"m": rows}, weights_of_cluster(request, seen))
 
 
 def explain_program(program: Buildable, target: str | None = None, **arguments: Any) -> Page:
@@ -136,10 +188,11 @@ def _machine_code(compiled: CompiledKernel, arguments: Mapping[str, int]) -> tup
 
 
 def _explain_cpu(spec: MatmulSpec, m: int) -> Page:
-    """The page of the program for m rows on this machine's CPU."""
-    program = "few" if m <= CpuMatmul(spec, knobs.cpu()).few_tokens else "many"
-    stages, origins = program_origins(spec, program, knobs.cpu())
-    shown = [python_pane(origins), pane_above("lowbit", "lowbit", matmul_text(spec), (), origins)]
+    """The page of the program for m rows on this machine's CPU; of several experts that for the slots of one."""
+    one, rows = replace(spec, n=spec.n // spec.experts, experts=1), -(-m // spec.experts)
+    program = "few" if rows <= CpuMatmul(one, knobs.cpu()).few_tokens else "many"
+    stages, origins = program_origins(one, program, knobs.cpu())
+    shown = [python_pane(origins), pane_above("lowbit", "lowbit", matmul_text(one), (), origins)]
     shown += [stage_pane(name, TITLES[name], stages[name], lines) for name, lines in origins.lines.items()]
-    about = f"The program for {program} rows"
+    about = f"The program for {program} rows" + (f", which runs for each expert, here of {rows}" * (spec.experts > 1))
     return Page(f"{spec}, m = {m}, on cpu", about, tuple(shown), tuple(packing_figures(spec)))

@@ -11,6 +11,7 @@ from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.kernels.registry import family_named
 from lowbit.passes.launch import Launch
 from lowbit.passes.target import Target
+from lowbit.pylib.explain.executed import tokens_of
 from lowbit.pylib.explain.figures import Bar, Bars, Cell, Figure, Grid, facts
 from lowbit.pylib.explain.measured import Measured
 
@@ -105,7 +106,7 @@ class Roofline:
     @staticmethod
     def of(request: KernelRequest, m: int) -> Roofline:
         spec, target, family = request.spec, request.target, family_named(request.family)
-        tokens = getattr(request.schedule, "tokens", m)
+        tokens = tokens_of(request.schedule, m)
         predicted = family.predict(spec, tokens, request.schedule, target)
         return Roofline(family.bounds(spec, m, request.schedule, target), predicted)
 

@@ -26,7 +26,7 @@ def pipeline_picture() -> Bars:
     wanted = kernel_choices(spec, parse_target("sm_90a")).launches(300)[0]
     compiled = compile_kernel(wanted, keep=True)
     seen = run_one_cluster(wanted, compiled.launch, compiled.ptx, 300)
-    found = pipeline(seen, buffers(compiled.stages["tile"])) if seen else None
+    found = pipeline(seen, buffers(compiled.stages["tile"]))
     if found is None:
         raise ValueError("the kernel has no copies in rounds: draw another one")
     return found

@@ -78,8 +78,7 @@ class TopKExperts:
 
     def __init__(self, gate_up: MatmulSpec, down: MatmulSpec, target: Target) -> None:
         self.most_tokens = most_tokens(gate_up.experts, gate_up.top_k.count if gate_up.top_k else 1)
-        kind = _LAUNCHES[target.kind]
-        self._gate_up, self._down = kind(gate_up, target), kind(down, target)
+        self._gate_up, self._down = launches_of(gate_up, target), launches_of(down, target)
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
@@ -105,8 +104,8 @@ class TopKExperts:
         return self._gate_up.artifact, self._down.artifact
 
 
-class _Launches:
-    """The launches of the kernel of one spec, which is compiled at the first."""
+class Launches:
+    """The launches of the kernel of one spec, which is compiled at the first. `launches_of` makes it."""
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         self.spec, self._target, self._out = spec, target, TORCH[spec.out_dtype]
@@ -133,7 +132,7 @@ class _Launches:
             return self._artifact
 
 
-class CudaLaunches(_Launches):
+class CudaLaunches(Launches):
     """On NVIDIA GPUs, on the current stream."""
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
@@ -157,7 +156,7 @@ class CudaLaunches(_Launches):
         return found
 
 
-class EmulatorLaunches(_Launches):
+class EmulatorLaunches(Launches):
     """In the emulator, on CPU tensors."""
 
     _emulator: Emulator | None = None
@@ -176,10 +175,15 @@ class EmulatorLaunches(_Launches):
         return y
 
 
-_LAUNCHES: dict[str, Callable[[MatmulSpec, Target], _Launches]] = {
+_KINDS: dict[str, Callable[[MatmulSpec, Target], Launches]] = {
     "cuda": CudaLaunches,
     "emulator": EmulatorLaunches,
 }
+
+
+def launches_of(spec: MatmulSpec, target: Target) -> Launches:
+    """Returns the launches of a spec with `top_k` on a GPU or in an emulator."""
+    return _KINDS[target.kind](spec, target)
 
 
 _IDS: dict[torch.dtype, Ids] = {torch.int32: "i32", torch.int64: "i64"}

@@ -17,23 +17,26 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from compiler.test_assembly import KERNELS
 
 import lowbit
 from lowbit.dialect.bilevel import least_code
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.top_k import TopK
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen import sass
 from lowbit.passes.codegen.cubin import Resources, resource_usage
-from lowbit.passes.kernels.registry import family_named
+from lowbit.passes.kernels.registry import family_named, request
 from lowbit.passes.pipeline import compile_kernel
-from lowbit.passes.targets import parse_target
+from lowbit.passes.targets import GPUS, parse_target
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.explain import executed, measured
 from lowbit.pylib.explain.figures import Bars, Grid, Table
+from lowbit.pylib.explain.kernels import explain_kernel
 from lowbit.pylib.explain.layouts import layout_grid
 from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
 from lowbit.pylib.explain.measured import Measured, measure
@@ -49,6 +52,7 @@ from lowbit.pylib.weights.packed import pack
 from lowbit.pylib.weights.values import least
 
 SPEC = MatmulSpec(n=64, k=512, weight="u4", group_size=128)
+EXPERTS = MatmulSpec(n=512, k=256, weight="u4", group_size=128, experts=4)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 
 
@@ -263,7 +267,23 @@ def test_roofline(m: int, target: str) -> None:
     assert f"Bound by {found.bound}" in found.figure(Measured(None, "")).about
 
 
-@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, epilogue="residual"), replace(SPEC, n=256, experts=4)], ids=str)
+BY_IDS = replace(SPEC, n=256, experts=4, top_k=TopK(2, "i32", "f16"))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        replace(SPEC, epilogue="residual"),
+        replace(SPEC, compute="i8"),
+        replace(SPEC, permuted=True),
+        replace(SPEC, n=256, experts=4),
+        replace(SPEC, n=256, experts=4, compute="i8"),
+        BY_IDS,
+        replace(BY_IDS, top_k=TopK(2)),
+    ],
+    ids=str,
+)
 def test_measured_time(spec: MatmulSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """On another machine none, and why; on that of the target what the clock of `lowbit run` says of calls."""
     target, results = parse_target("sm_90a"), list[torch.Tensor]()
@@ -282,7 +302,8 @@ def test_measured_time(spec: MatmulSpec, monkeypatch: pytest.MonkeyPatch) -> Non
     found = measure(spec, parse_target("emulator:sm_90a"), None, 16)
     assert found == Measured(7.25, "On a GPU a call takes 7.25 µs, all of its launches.")
     assert results[0].shape == (16, 64) and results[0].isfinite().all()
-    roofline = Roofline.of(kernel_choices(spec, target).launches(16)[0], 16).figure(found)
+    wanted = kernel_choices(replace(spec, top_k=None), target).launches(16)[0]
+    roofline = Roofline.of(wanted, 16).figure(found)
     assert ("measured 7.25", 7.25) in [(name, bars[0].end) for name, bars in roofline.rows]
 
 
@@ -291,8 +312,8 @@ def test_executed_counts_are_those_of_the_emulator() -> None:
     wanted = kernel_choices(SPEC, parse_target("sm_90a")).launches(16)[0]
     kernel = lowbit.compile(SPEC, "sm_90a").kernel(16)
     seen = executed.run_one_cluster(wanted, kernel.launch, kernel.ptx, 16)
-    assert seen and seen.whole and not seen.fault
-    emulator, arguments = Emulator(kernel.ptx), executed.arguments(SPEC, kernel.launch, 16)
+    assert seen.whole and not seen.fault
+    emulator, arguments = Emulator(kernel.ptx), executed.arguments(wanted, kernel.launch, 16)
     emulator.run(kernel.launch, arguments, blocks=[(x, 0, 0) for x in range(seen.cluster)])
     by_name: dict[str, int] = {}
     for number, count in seen.counts.items():
@@ -380,23 +401,71 @@ def test_figures_of_shared_memory(page: Page) -> None:
 # -- other kernels
 
 
-@pytest.mark.parametrize(
-    ("spec", "target", "m", "family"),
-    [
-        (MatmulSpec(n=64, k=512, weight="u4", group_size=128, compute="f8e4m3"), "sm_90a", 4, "eight_bit"),
-        (MatmulSpec(n=256, k=512, weight="u4", group_size=128, experts=4), "sm_80", 4, "experts_decode"),
-        (MatmulSpec(n=128, k=512, weight="nf4", group_size=64, epilogue="silu_mul"), "sm_80", 16, "decode"),
-        (SPEC, "emulator:sm_80", 100_000, "dequantize"),
-        (SPEC, "sm_90a", 300, "prefill"),
-    ],
-    ids=["8 bits", "experts", "fused", "dequantize", "prefill"],
-)
-def test_every_family(spec: MatmulSpec, target: str, m: int, family: str) -> None:
-    page = lowbit.compile(spec, target).explain(m)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_family(kernel: str) -> None:
+    """Each kernel is compiled, and a cluster of it runs without a fault; its counts stand beside its lines."""
+    family, spec, tokens, gpu = KERNELS[kernel]
+    target = parse_target(gpu)
+    schedule = family_named(family).candidates(spec, tokens, target)[0]
+    page = explain_kernel(request(spec, target, schedule), 3)
     assert page.about.startswith(f"Kernel family {family}:")
     assert all(pane.lines for pane in page.panes if pane.name != "sass")
-    assert "It found" not in figure(page, "Instructions by kind").about
+    assert figure(page, "Instructions by kind").about.endswith("executed in the emulator.")
     assert any(line.note for line in page.panes[2].lines)
+    titles = {each.title for each in page.figures}
+    assert ("Roofline" in titles) == family_named(family).operation.endswith("matmul")
+    assert ("Bits of the packed weight" in titles) == (family not in ("permute", "quantize"))
+    assert len(page.html.encode()) < 5e6
+
+
+@pytest.mark.parametrize("gpu", [target.name for target in GPUS])
+def test_every_gpu(gpu: str) -> None:
+    page = lowbit.compile(SPEC, gpu).explain(m=3)
+    assert page.title.endswith(f"m = 3, on {gpu}") and page.panes[-1].name == "sass"
+    assert any(line.note for line in page.panes[-2].lines)
+    assert values(page, "Registers, shared memory, occupancy")["threads per block"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens", "target", "about"),
+    [
+        (EXPERTS, 1, "sm_90a", "Kernel family top_k_experts:"),
+        (replace(EXPERTS, epilogue="silu_mul"), 1, "sm_90a", "Kernel family top_k_experts:"),
+        (EXPERTS, 64, "sm_90a", "Kernel family experts_decode:"),
+        (EXPERTS, 1, "sm_80", "Kernel family experts_decode:"),
+        (EXPERTS, 64, "cpu", "The program for many rows, which runs for each expert, here of 32"),
+    ],
+    ids=["added up by ids", "gated by ids", "by table", "without clusters", "cpu"],
+)
+def test_a_layer_of_experts(spec: MatmulSpec, tokens: int, target: str, about: str) -> None:
+    page = lowbit.explain_experts(spec, 2, tokens, target)
+    assert page.about.startswith(about)
+    rows = tokens if "added up" in page.title else 2 * tokens
+    assert f"m = {rows}, on {target}" in page.title
+    if target != "cpu":
+        assert figure(page, "Instructions by kind").about.endswith("executed in the emulator.")
+
+
+def test_rows_that_take_several_launches() -> None:
+    page = lowbit.compile(SPEC, "sm_80").explain(m=100)
+    assert page.about.endswith("the first of 2 launches for 100 rows") and "m = 100" in page.title
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "m", "target"),
+    [(4096, 1024, 16, "sm_90a"), (1024, 512, 1, "sm_90a"), (256, 1024, 16, "sm_80"), (40, 512, 1, "sm_80")],
+)
+def test_weights_of_a_cluster(n: int, k: int, m: int, target: str) -> None:
+    """All columns of each row whose sum it writes; of a grid that empty blocks fill up, too."""
+    spec = MatmulSpec(n, k, "u4", group_size=128)
+    wanted = kernel_choices(spec, parse_target(target)).launches(m)[0]
+    assert wanted.schedule.split_k == 1  # type: ignore[attr-defined]
+    compiled = compile_kernel(wanted)
+    seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
+    arguments = executed.arguments(wanted, compiled.launch, m)
+    Emulator(compiled.ptx).run(compiled.launch, arguments, blocks=[(0, 0, 0)])
+    written = np.frombuffer(arguments["y"], np.float16).reshape(m, n)[0] != 0
+    assert executed.weights_of_cluster(wanted, seen) == written.sum() * k
 
 
 @pytest.mark.parametrize("m", [1, 64])
@@ -464,7 +533,7 @@ def test_small_and_soon() -> None:
     assert len(lowbit.compile(spec, "sm_90a").explain(m=16).html.encode()) < 5e6
     kernel = lowbit.compile(spec, "sm_90a").kernel(16)
     seen = executed.run_one_cluster(wanted, kernel.launch, kernel.ptx, 16)
-    assert seen and len(seen.blocks) == seen.cluster and len(seen.events) < 5000
+    assert len(seen.blocks) == seen.cluster and len(seen.events) < 5000
 
 
 def test_save(page: Page, tmp_path: Path) -> None:

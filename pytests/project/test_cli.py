@@ -79,12 +79,28 @@ def test_explain_as_a_page(tmp_path: Path):
     assert "<h1>ones, on sm_80</h1>" in page.read_text()
 
 
+def test_explain_a_layer_of_experts(tmp_path: Path):
+    sizes = ("-n", 512, "-k", 256, "-g", 128, "--experts", 4)
+    for target, few, tokens, shown in (
+        ("sm_90a", ("--top-k", 2), 1, "Kernel family top_k_experts"),
+        ("sm_90a", (), 2, "Kernel family experts_"),
+        ("cpu", (), 4, "The program for few rows, which runs for each expert, here of 1"),
+    ):
+        made = lowbit("explain", *sizes, *few, "-t", target, "-m", tokens, "-o", tmp_path / "page.html")
+        assert made.exit_code == 0 and shown in (tmp_path / "page.html").read_text(), made.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((*SMALL, "-t", "sm_80", "-o", "gone/page.html"), "gone/page.html can't be written (No such file"),
         ((*SMALL, "-t", "sm_70", "-o", "page.html"), "sm_70"),
         (("-n", "32", "-k", "250", "-w", "u4", "-g", "64", "-t", "sm_80", "-o", "page.html"), "group_size=64"),
+        ((*SMALL, "-t", "cpu", "--schedule", "tokens=8", "-o", "page.html"), "schedule= is for GPU targets"),
+        ((*SMALL, "-t", "sm_80", "--schedule", "family=prefill", "-o", "page.html"), "prefill needs sm_90a"),
+        ((*SMALL, "--top-k", "2", "-o", "page.html"), "give their number, --experts"),
+        ((*SMALL, "--experts", "2", "--top-k", "3", "-t", "cpu", "-o", "page.html"), "top_k=3 must be in 1..2"),
+        ((*SMALL, "--experts", "2", "--top-k", "2", "-t", "sm_80"), "is for the page of one kernel"),
         (("own.py:scale", "-t", "sm_80"), "name a file for the page that explains it, -o page.html"),
         (("gone.py:scale", "-t", "sm_80", "-o", "page.html"), "there is no file gone.py"),
         (("own.py:scale", "-m", "4", "-o", "page.html"), "own.py:scale is compiled as it is: drop the options"),
