@@ -7,8 +7,24 @@ import math
 from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.epilogue import ACTIVATIONS, RESIDUAL, Activation
-from lowbit.passes.cpu.vector_ops import Value, add, at, constant, f32, i, load, mul, round_to, scalar_type, store, vec
+from lowbit.passes.cpu.vector_ops import (
+    Value,
+    add,
+    at,
+    broadcast,
+    constant,
+    f32,
+    i,
+    i64,
+    load,
+    mul,
+    round_to,
+    scalar_type,
+    store,
+    vec,
+)
 from lowbit.passes.cpu.weight import Weight
+from lowbit.passes.cpu.worker import Task
 
 _MAGIC = 1.5 * 2.0**23  # added to a number below 2^22, it leaves the nearest integer in the low bits
 _LN2 = 0.693359375, -2.12194440e-4  # the logarithm of 2 in two parts, the first of 10 bits
@@ -17,14 +33,21 @@ _EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.666
 
 
 class Epilogue:
-    """What follows sums in the program of a weight. y: the address of the result [m, outputs]."""
+    """What follows sums in the program of a weight, y [m, outputs]. scaled: whether rows of x have scales, which are
+    [m] in f32."""
 
-    def __init__(self, weight: Weight, y: Value) -> None:
-        self.spec, self._arrays, self._y = weight.spec, weight.arrays, y
+    def __init__(self, weight: Weight, task: Task, scaled: bool) -> None:
+        self.spec, self._arrays, self._y, self._scaled = weight.spec, weight.arrays, task.array("y"), scaled
+        if scaled:
+            self._x_scales, self._last = task.x_scales(self.spec), arith.subi(task.integer("m"), i64(1))
         self._out, self._bytes = scalar_type(self.spec.out_dtype), ELEMENTS[self.spec.out_dtype].bytes
 
-    def with_bias(self, sums: Value, row: Value) -> Value:
-        """Returns sums of a row, or of 16 from it on, with their bias."""
+    def scaled(self, sums: Value, row: Value, token: Value, t: int = 0) -> Value:
+        """Returns sums of token `token + t` and a row, or of 16 rows from it on, times the token's scale (beyond the
+        last token its), and with their bias."""
+        if self._scaled:
+            scale = load(f32(), at(self._x_scales, mul(arith.minsi(add(token, t), self._last), 4)))
+            sums = arith.mulf(sums, broadcast(scale) if isinstance(sums.type, ir.VectorType) else scale)
         return arith.addf(sums, self._like("bias", row, sums)) if self.spec.bias else sums
 
     def gated(self, gate: Value, up: Value) -> Value:

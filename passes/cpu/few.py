@@ -80,15 +80,16 @@ def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
     return Needs(most, block=TOKENS, per_token=few_rows(spec, isa).nbytes)
 
 
-def build_few(spec: MatmulSpec, isa: Isa) -> None:
-    """Defines the program in the module at the insertion point."""
+def build_few(spec: MatmulSpec, isa: Isa, scaled: bool = False) -> None:
+    """Defines the program in the module at the insertion point. scaled: of an x whose rows have scales."""
     rows = few_rows(spec, isa)
     rows.constants()
 
     def emit(task: Task) -> tuple[Callable[[Value], None], Ranged]:
         preparer = Preparer(rows)
         weight = Weight(spec, isa, task.weight(spec))
-        kernel = _Matmul(weight, pair_table(spec, isa), rows, task)
+        end = Epilogue(weight, task, scaled)
+        kernel = _Matmul(weight, pair_table(spec, isa), rows, task, end)
         x, row_bytes = task.array("x"), ELEMENTS[spec.act].bytes * spec.k
 
         def prepare(token: Value) -> None:
@@ -102,10 +103,12 @@ def build_few(spec: MatmulSpec, isa: Isa) -> None:
 class _Matmul:
     """The parts of the work. `count` is how many tokens share a decode."""
 
-    def __init__(self, weight: Weight, table: NDArray[np.float64] | None, rows: Rows, task: Task) -> None:
+    def __init__(
+        self, weight: Weight, table: NDArray[np.float64] | None, rows: Rows, task: Task, end: Epilogue
+    ) -> None:
         self.weight, self.spec, self.tiling = weight, weight.spec, weight.tiling
         self.table, self.rows, self.task = table, rows, task
-        self.end, self.m = Epilogue(weight, task.array("y")), task.integer("m")
+        self.end, self.m = end, task.integer("m")
         self.has_offset = rows.sums
         self.totals = scratch(ROWS * TOKENS * VECTOR_BYTES)
         self.offsets = scratch(TOKENS * VECTOR_BYTES)
@@ -241,20 +244,21 @@ class _Matmul:
         if spec.is_gated:
             with loop(0, HALF) as row:
                 for t in range(count):
-                    gate, up = (self._sum(first, add(row.index, half), t, count) for half in (0, HALF))
+                    gate, up = (self._sum(first, add(row.index, half), token, t, count) for half in (0, HALF))
                     self._store(self.end.gated(gate, up), add(token, t), add(mul(block, HALF), row.index))
             return
         with loop(0, arith.minsi(i64(ROWS), arith.subi(i64(spec.n), first))) as row:
             for t in range(count):
-                self._store(self._sum(first, row.index, t, count), add(token, t), add(first, row.index))
+                self._store(self._sum(first, row.index, token, t, count), add(token, t), add(first, row.index))
 
-    def _sum(self, first: Value, row: Value, t: int, count: int) -> Value:
-        """The sum of a row of the block that begins with row `first`, with its bias."""
+    def _sum(self, first: Value, row: Value, token: Value, t: int, count: int) -> Value:
+        """The sum of a row of the block that begins with row `first`, and of token `token + t`, scaled and with its
+        bias."""
         place = at(self.totals, mul(row, count * VECTOR_BYTES), t * VECTOR_BYTES)
         result = sum_of(load(vec(f32()), place))
         if self.has_offset:
             result = arith.addf(result, load(f32(), at(self.offsets, mul(row, 4), t * VECTOR_BYTES)))
-        return self.end.with_bias(result, add(first, row))
+        return self.end.scaled(result, add(first, row), token, t)
 
     def _store(self, number: Value, token: Value, column: Value) -> None:
         """Stores a number of y, unless its token is beyond the last."""

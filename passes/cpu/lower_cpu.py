@@ -1,15 +1,18 @@
 """The CPU target: a `MatmulSpec` to programs of vector code for the host. The weight in memory is the one GPUs read.
 
-Three programs, each a module with one function (`task.ENTRY`):
+Programs, each a module with one function (`task.ENTRY`):
 
-few         y for few tokens: codes are decoded in registers       `few`
-many        y for many: codes are decoded once, into memory        `many`
-dequantize  the weight in the activation's type                    `dequantize`
+few          y for few tokens: codes are decoded in registers                  `few`
+many         y for many: codes are decoded once, into memory                   `many`
+scaled_few,  the same of an x [m, k] whose rows have scales [m], such as that
+scaled_many  of 8 bits: sums are scaled before anything is added to them
+dequantize   the weight in the activation's type                               `dequantize`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -23,10 +26,12 @@ from lowbit.passes.cpu.many import build_many, many_needs
 from lowbit.passes.cpu.task import Needs
 from lowbit.passes.cpu.vector_ops import constant_array, f32
 
-Program = Literal["few", "many", "dequantize"]
+Program = Literal["few", "many", "scaled_few", "scaled_many", "dequantize"]
 _PROGRAMS: dict[Program, tuple[Callable[[MatmulSpec, Isa], None], Callable[[MatmulSpec, Isa], Needs]]] = {
     "few": (build_few, few_needs),
     "many": (build_many, many_needs),
+    "scaled_few": (partial(build_few, scaled=True), few_needs),
+    "scaled_many": (partial(build_many, scaled=True), many_needs),
     "dequantize": (build_dequantize, dequantize_needs),
 }
 _LOWERING = (

@@ -97,8 +97,8 @@ def many_needs(spec: MatmulSpec, isa: Isa) -> Needs:
     return _Plan(spec, isa).needs
 
 
-def build_many(spec: MatmulSpec, isa: Isa) -> None:
-    """Defines the program in the module at the insertion point."""
+def build_many(spec: MatmulSpec, isa: Isa, scaled: bool = False) -> None:
+    """Defines the program in the module at the insertion point. scaled: of an x whose rows have scales."""
     plan = _Plan(spec, isa)
     plan.rows.constants()
 
@@ -110,7 +110,8 @@ def build_many(spec: MatmulSpec, isa: Isa) -> None:
         def prepare(token: Value) -> None:
             preparer.token(at(x, mul(token, row_bytes)), task.row(token))
 
-        return prepare, _Many(weight, plan, task).blocks
+        end = Epilogue(weight, task, scaled)
+        return prepare, _Many(weight, plan, task, end).blocks
 
     run_function(plan.needs, spec.packing.row_blocks, isa, emit)
 
@@ -118,9 +119,9 @@ def build_many(spec: MatmulSpec, isa: Isa) -> None:
 class _Many:
     """The parts of the work."""
 
-    def __init__(self, weight: Weight, plan: _Plan, task: Task) -> None:
+    def __init__(self, weight: Weight, plan: _Plan, task: Task, end: Epilogue) -> None:
         self.weight, self.spec, self.plan, self.task = weight, weight.spec, plan, task
-        self.end, self.m = Epilogue(weight, task.array("y")), task.integer("m")
+        self.end, self.m = end, task.integer("m")
         self.panel = task.share(worker_number(task))
         self.sums = at(self.panel, byte=_PANEL_ROWS * plan.row_bytes)
         self.decoder = ChunkDecoder(weight)
@@ -227,12 +228,12 @@ class _Many:
             if n % ROWS:
                 with when(less(left, i64(ROWS))), loop(0, left) as row:
                     column = add(first, row.index)
-                    total = self.end.with_bias(load(f32(), at(sums, mul(row.index, 4))), column)
+                    total = self.end.scaled(load(f32(), at(sums, mul(row.index, 4))), column, t.index)
                     self.end.store(total, t.index, column)
 
     def _store(self, sums: Value, token: Value, block: Value) -> None:
         """Stores what the epilogue makes of the 16 rows of a block."""
-        sums = self.end.with_bias(sums, mul(block, ROWS))
+        sums = self.end.scaled(sums, mul(block, ROWS), token)
         if self.spec.is_gated:
             gate, up = take(sums, range(HALF)), take(sums, range(HALF, ROWS))
             self.end.store(self.end.gated(gate, up), token, mul(block, HALF))

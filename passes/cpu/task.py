@@ -23,7 +23,8 @@ WORDS = (
     "y",
     "scratch",
 )
-"""The words of a task, before the addresses of `MatmulSpec.call_operands`."""
+"""The words of a task, before the addresses of `MatmulSpec.call_operands` and, in a program of scaled rows, that of the
+scales of rows of x."""
 ENTRY = "lowbit_run"
 LINE = 64  # bytes of a cache line; scratch memory begins on one
 

@@ -50,6 +50,10 @@ class Task:
         """The addresses of `spec.call_operands`."""
         return [load(pointer(), at(self._base, byte=8 * (len(WORDS) + i))) for i in range(len(spec.call_operands))]
 
+    def x_scales(self, spec: MatmulSpec) -> Value:
+        """The address behind them, of the scales of rows of x [m] in f32."""
+        return load(pointer(), at(self._base, byte=8 * (len(WORDS) + len(spec.call_operands))))
+
     def row(self, token: Value) -> Value:
         """A token's row of the prepared activation."""
         return at(self.array("scratch"), mul(token, self._needs.per_token))

@@ -17,7 +17,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.task import Needs
 from lowbit.pylib.build import cache
 
-Program = Literal["few", "many", "dequantize"]
+Program = Literal["few", "many", "scaled_few", "scaled_many", "dequantize"]
 
 
 @dataclass(frozen=True)

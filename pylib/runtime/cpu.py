@@ -55,6 +55,7 @@ class CpuMatmul:
     spec      what to compute
     cpu       processor to compile for: one of LLVM's levels ("x86-64-v3"), "" for this one
     threads   at most so many; None: torch.get_num_threads() at every call. Never more than `knobs.MOST_THREADS`
+    scaled    whether rows of x have scales, which are the last operand of a call: [m] in f32, contiguous
 
     `few_tokens` are multiplied by exact codes; more by weights that are decoded into memory, in bf16 where the
     activation is bf16 and the processor multiplies it, else in f32.
@@ -62,8 +63,8 @@ class CpuMatmul:
     Raises TargetError without llvmlite, and for a processor that this is not or that lacks AVX2.
     """
 
-    def __init__(self, spec: MatmulSpec, cpu: str = "", threads: int | None = None) -> None:
-        self.spec = spec
+    def __init__(self, spec: MatmulSpec, cpu: str = "", threads: int | None = None, scaled: bool = False) -> None:
+        self.spec, self._scaled = spec, scaled
         self.cpu, self._threads = cpu, threads
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
         self._act_bytes = ELEMENTS[spec.act].bytes
@@ -71,11 +72,12 @@ class CpuMatmul:
         self._programs: dict[Program, _Loaded] = {}
         self._sound: set[tuple[int, ...]] = set()  # addresses of weights
         self._lock = threading.Lock()
-        self._few = self._program("few")
+        self._few = self._program("scaled_few" if scaled else "few")
         self.few_tokens = self._few.needs.most
 
     def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """y [..., n] in the out type for x [..., k] in the act type and the tensors of `spec.call_operands`."""
+        """y [..., n] in the out type for x [..., k] in the act type and the tensors of `spec.call_operands`, behind
+        which are the scales of a scaled x."""
         n, k = self.spec.outputs, self.spec.k
         m = x.numel() // k
         y = _allocate((m, n), (n, 1), self._out)
@@ -88,13 +90,14 @@ class CpuMatmul:
 
     def _rows(self, m: int, x: int, y: int, weight: Sequence[int]) -> None:
         spec = self.spec
-        program = self._few if m <= self.few_tokens else self._program("many")
+        program = self._few if m <= self.few_tokens else self._program("scaled_many" if self._scaled else "many")
         x_row, y_row = self._act_bytes * spec.k, ELEMENTS[spec.out_dtype].bytes * spec.outputs
-        stored, others = weight[: len(spec.tensors)], weight[len(spec.tensors) :]  # which are like y
+        stored, others = weight[: len(spec.tensors)], weight[len(spec.tensors) :]
+        sizes = [y_row] * len(spec.call_inputs) + [4] * self._scaled  # of rows of the others
         for first in range(0, m, _SLAB):
             rows = min(_SLAB, m - first)
             threads = self._team(rows * spec.n * spec.k)
-            operands = (*stored, *(other + first * y_row for other in others)) if others else weight
+            operands = (*stored, *(at + first * size for at, size in zip(others, sizes))) if others else weight
             program.run(threads, self._row_blocks, rows, x + first * x_row, y + first * y_row, operands)
 
     def dequantize(self, weight: Sequence[Tensor]) -> Tensor:
@@ -138,7 +141,7 @@ class CpuMatmul:
 
     def _operands(self, operands: Sequence[Tensor]) -> tuple[int, ...]:
         """Returns the addresses of a weight's tensors, and of what a call has besides them."""
-        if not self.spec.call_inputs:
+        if not self.spec.call_inputs and not self._scaled:
             return self._addresses(operands)
         count = len(self.spec.tensors)
         return (*self._addresses(operands[:count]), *(t.data_ptr() for t in operands[count:]))

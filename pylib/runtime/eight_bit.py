@@ -5,7 +5,6 @@ Beside what every runtime has, these have `multiply`, for an activation that is 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, Protocol, cast
 
@@ -28,12 +27,10 @@ from lowbit.pylib.runtime.interface import (
     check_weight_on_cpu,
     check_x_on_cpu,
     unwritten,
-    with_epilogue,
 )
 from lowbit.pylib.runtime.quantizers import CudaQuantizer, quantizer
 from lowbit.pylib.runtime.runtimes import CpuRuntime
-from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights.folding import with_table_in_f16
+from lowbit.pylib.weights.folding import specs_of_values
 from lowbit.pylib.weights.tensor_checks import ALIGNMENT
 
 
@@ -163,8 +160,8 @@ class EmulatorEightBit(EmulatorRuntime):
 
 
 class CpuEightBit(CpuRuntime):
-    """This machine's CPU: values of 8 bits are numbers of f16, so the program for these multiplies them, with sums and
-    scales of groups in f32. Scales of rows of x and the bias come after it.
+    """This machine's CPU: values of 8 bits are numbers of f16, so a program for these multiplies them, with sums and
+    scales of groups in f32. It scales the sums of each row of x before the bias and the epilogue.
 
     Where scales are folded into weights, these are rounded from as many tokens on as on a GPU.
     """
@@ -173,16 +170,12 @@ class CpuEightBit(CpuRuntime):
         from lowbit.pylib.runtime.cpu import CpuMatmul
 
         super().__init__(spec.in_act)
-        plain = spec.without_epilogue
         self._compute: Compute = spec.byte_type
-        self._out_type = TORCH[spec.out_dtype]
-        inner = replace(with_table_in_f16(plain), act="f16", out="f32", bias=False)
-        exact = replace(plain.in_act, act="f16", out="f32", bias=False)
         self._outer = spec
-        self._exact = self._folded = CpuMatmul(exact, knobs.cpu(), knobs.num_threads())
+        exact, folded = specs_of_values(spec)
+        self._exact = self._folded = CpuMatmul(exact, knobs.cpu(), knobs.num_threads(), scaled=True)
         if spec.folds:
-            self._folded = CpuMatmul(inner, knobs.cpu(), knobs.num_threads())
-        self._count = len(exact.tensors)
+            self._folded = CpuMatmul(folded, knobs.cpu(), knobs.num_threads(), scaled=True)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         check_x_on_cpu("cpu", x)
@@ -193,8 +186,4 @@ class CpuEightBit(CpuRuntime):
         check_x_on_cpu("cpu", *x)
         values, scales, _ = x
         product = self._folded if self._outer.rounds_weights(scales.numel()) else self._exact
-        y = product.matmul(in_column_order(values).to(torch.float16), weight[: self._count])
-        y, others = y * scales.unsqueeze(-1), list(weight[self._count :])
-        if self._outer.bias:
-            y = y + others.pop(0)
-        return with_epilogue(self._outer, y, others).to(self._out_type)
+        return product.matmul(in_column_order(values).to(torch.float16), [*weight, scales.contiguous()])

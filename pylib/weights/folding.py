@@ -120,6 +120,13 @@ def with_table_in_f16(spec: MatmulSpec) -> MatmulSpec:
     return replace(spec, weight=f"lut{t.bits}", table=tuple(rounded.tolist()))
 
 
+def specs_of_values(spec: MatmulSpec) -> tuple[MatmulSpec, MatmulSpec]:
+    """Returns the specs by which a CPU multiplies values of 8 bits, as numbers of f16: without folded scales, and with
+    them."""
+    folded = replace(with_table_in_f16(spec), act="f16", out=spec.out_dtype)
+    return replace(spec.in_act, act="f16", out=spec.out_dtype), folded
+
+
 def with_scales_in_f16(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> tuple[MatmulSpec, Mapping[str, Tensor]]:
     """Returns the spec and the tensors with scales as kernels multiply codes by them: in f16, where they do so."""
     if not spec.folds_in_f16:

@@ -58,9 +58,52 @@ def test_results_are_those_of_python(folder: Path, name: str) -> None:
         assert torch.equal(c.dequantize(w.tensors, torch.zeros(spec.n, spec.k, dtype=x.dtype)), mm.dequantize(w))
 
 
+EIGHT_BITS = {
+    "i8": S(200, 384, "u4", group_size=128, zeros="int", compute="i8"),
+    "f8": S(40, 256, "f6e3m2", compute="f8e4m3", act="bf16", bias=True),
+    "from_8_rows": S(32, 160, "i3", group_size=32, compute="i8", compute_from=8, epilogue="residual", out="f32"),
+    "gated": S(64, 96, "f4e2m1", group_size=32, scale="e8m0", compute="f8e4m3", epilogue="silu_mul"),
+    "folded": S(48, 256, "u4", group_size=64, zeros="int", compute="f8e4m3", fold_scales=True),
+    "folded_table": S(48, 256, "nf4", group_size=64, compute="f8e4m3", fold_scales=True, act="bf16"),
+}
+
+
+def eight_bit_rows(spec: MatmulSpec, m: int) -> Tensor:
+    """Returns x [m, k] with what quantizing has to get right: zeros, the least peak, ties, an infinity and a NaN."""
+    x = random_inputs(spec, m, seed=2)[0]
+    for row, value in enumerate((0.0, 2.0**-120, 127.0, torch.inf, torch.nan)[: max(0, m - 1)]):
+        x[row, 1:] = torch.arange(spec.k - 1) / 2 if value == 127 else x[row, 1:] * (value == value and value > 1)
+        x[row, 0] = value
+    return x
+
+
+@pytest.fixture(scope="module")
+def in_eight_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("eight_bits")
+    lowbit.export(EIGHT_BITS, "cpu", path)
+    return path
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_eight_bits(in_eight_bits: Path, name: str) -> None:
+    """Values and scales of x, too: NaN where Python has it."""
+    spec, mm = EIGHT_BITS[name], lowbit.compile(EIGHT_BITS[name], "cpu")
+    w = pack(spec, **random_inputs(spec, 1, seed=1)[1])
+    with CMatmul(in_eight_bits, name) as c:
+        for m in (*ROWS, 200, 1100):
+            x, others = eight_bit_rows(spec, m), random_residual(spec, m)
+            y = torch.full((m, spec.outputs), 7.0, dtype=TORCH[spec.out_dtype])
+            c.multiply(x, w.tensors, y, list(others.values()))
+            expected = mm(x, w, **others)
+            assert torch.equal(y.isnan(), expected.isnan())
+            assert torch.equal(y.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(c.dequantize(w.tensors, torch.zeros(spec.n, spec.k, dtype=x.dtype)), mm.dequantize(w))
+
+
 EXPERTS = {
     "experts": S(4 * 48, 96, "u4", group_size=32, zeros="int", bias=True, experts=4),
     "gated_experts": S(2 * 64, 96, "nf4", group_size=32, experts=2, epilogue="silu_mul", act="bf16"),
+    "eight_bit_experts": S(3 * 32, 96, "u4", group_size=32, experts=3, compute="i8", compute_from=5, act="bf16"),
     "permuted_experts": S(3 * 32, 160, "i3", group_size=32, experts=3, epilogue="gelu_mul", permuted=True),
 }
 

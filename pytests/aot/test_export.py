@@ -37,7 +37,6 @@ SPEC = MatmulSpec(16, 32, "u4", group_size=16)
         (SPEC, "emulator:sm_80", TargetError, "target emulator:sm_80 is not exported; name the GPU: 'sm_80'"),
         (MatmulSpec(32, 32, "u4", experts=2, outliers=True), "cpu", SpecError, "outliers, which are not cut by expert"),
         (MatmulSpec(32, 32, "u4", experts=2, top_k=TopK(1)), "cpu", SpecError, "export it without top_k="),
-        (MatmulSpec(32, 32, "u4", compute="i8"), "cpu", SpecError, "for a CPU export it with compute=None"),
     ],
 )
 def test_mistakes(specs: Any, targets: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
@@ -62,7 +61,11 @@ def test_equal_code_is_one_file(tmp_path: Path) -> None:
     """Two matmuls of one spec."""
     manifest = lowbit.export({"a": SPEC, "b": SPEC}, "cpu", tmp_path)
     codes = [
-        [program["code"] for target in matmul["targets"] for program in target["programs"].values()]
+        [
+            program["code"]
+            for target in matmul["targets"]
+            for program in (target["dequantize"], *(each for r in target["ranges"] for each in r["programs"]))
+        ]
         for matmul in manifest["matmuls"]
     ]
     assert codes[0] == codes[1] and len(set(codes[0])) == len(read_manifest(tmp_path)["files"])

@@ -17,8 +17,7 @@ static int level_of_this_machine(void) {
     return __builtin_cpu_supports("avx512bf16") ? 5 : 4;
 }
 
-static int read_program(lowbit_matmul *h, const char *name, program *found) {
-    json about = json_member(json_member(h->target, "programs"), name);
+static int read_program(lowbit_matmul *h, json about, program *found) {
     int code = read_file(&h->from, json_member(about, "code"), true, &found->code);
     found->entry = json_integer(json_member(about, "entry"));
     found->most = json_integer(json_member(about, "most"));
@@ -30,8 +29,25 @@ static int read_program(lowbit_matmul *h, const char *name, program *found) {
     return code;
 }
 
+static int read_range(lowbit_matmul *h, json about, cpu_range *found) {
+    json in = json_member(about, "quantize");
+    int code = LOWBIT_OK;
+    found->first = json_integer(json_member(about, "first"));
+    found->in = json_is(in, "i8") ? I8 : json_is(in, "f8e4m3") ? F8E4M3 : NOT_QUANTIZED;
+    json p = json_first(json_member(about, "programs"));
+    for (; p && found->programs < MOST_PROGRAMS && !code; p = json_next(p))
+        code = read_program(h, p, &found->program[found->programs++]);
+    if (!code && (p || !found->programs || (in && *in != 'n' && !found->in)))
+        code = fail(LOWBIT_BAD_VERSION, "the CPU's code is called in a way that this runtime does not know");
+    return code;
+}
+
+static const cpu_range *range_for(const lowbit_matmul *h, int64_t m) {
+    const cpu_range *last = &h->of_rows[h->cpu_ranges - 1];
+    return m < last->first ? h->of_rows : last;
+}
+
 int cpu_open(lowbit_matmul *h, json targets) {
-    static const char *const names[PROGRAMS] = {"few", "many", "dequantize"};
     int code = LOWBIT_OK, level = level_of_this_machine();
     for (json t = json_first(targets); t; t = json_next(t)) {
         int64_t wants = json_integer(json_member(t, "level"));
@@ -40,7 +56,10 @@ int cpu_open(lowbit_matmul *h, json targets) {
     if (!h->target)
         return fail(LOWBIT_NOT_THERE,
                     "no code in the folder runs on this CPU; export for target cpu, and use one with AVX2");
-    for (int i = 0; i < PROGRAMS && !code; i++) code = read_program(h, names[i], &h->program[i]);
+    for (json r = json_first(json_member(h->target, "ranges")); r && h->cpu_ranges < 2 && !code; r = json_next(r))
+        code = read_range(h, r, &h->of_rows[h->cpu_ranges++]);
+    if (!code) code = read_program(h, json_member(h->target, "dequantize"), &h->dequantizer);
+    h->bf16 = json_is(json_member(json_first(json_member(h->about, "arrays")), "type"), "bf16");
     for (json o = json_first(json_member(h->target, "operands")); o && h->operands < MOST_ARRAYS; o = json_next(o)) {
         int array = array_named(h, o);
         if (array < 0)
@@ -56,7 +75,9 @@ int cpu_open(lowbit_matmul *h, json targets) {
 }
 
 void cpu_close(lowbit_matmul *h) {
-    for (int i = 0; i < PROGRAMS; i++) drop(&h->program[i].code);
+    for (int r = 0; r < h->cpu_ranges; r++)
+        for (int i = 0; i < h->of_rows[r].programs; i++) drop(&h->of_rows[r].program[i].code);
+    drop(&h->dequantizer.code);
 }
 
 static int64_t scratch_bytes(const program *p, int64_t m, int threads) {
@@ -64,24 +85,30 @@ static int64_t scratch_bytes(const program *p, int64_t m, int threads) {
     return tokens * p->per_token + threads * (p->per_worker + tokens * p->per_worker_token);
 }
 
-/* Bytes for rows of x that are copied in front of a program: those of experts, and those of permuted columns. */
-static int64_t copied_bytes(const lowbit_matmul *h, int64_t rows) {
-    bool copied = h->permutation >= 0 || h->experts > 1;
-    return copied ? (rows * h->row_bytes[X] + LINE - 1) / LINE * LINE : 0;
+static int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+/* Bytes for rows of x that are copied in front of a program: those of experts, of permuted columns, and in 8 bits. */
+static int64_t copied_bytes(const lowbit_matmul *h, const cpu_range *r, int64_t rows) {
+    bool copied = h->permutation >= 0 || h->experts > 1 || r->in;
+    return copied ? lines(rows * h->row_bytes[X]) : 0;
 }
+
+/* And for the scales of rows in 8 bits, behind them. */
+static int64_t scales_bytes(const cpu_range *r, int64_t rows) { return r->in ? lines(rows * 4) : 0; }
 
 int64_t cpu_workspace(const lowbit_matmul *h, int64_t m) {
     int64_t rows = m < SLAB ? m : SLAB, most = 0;
-    for (int i = FEW; i <= MANY; i++) { /* calls of fewer rows take the same workspace */
-        int64_t bytes = scratch_bytes(
-            &h->program[i], i == FEW && rows > h->program[FEW].most ? h->program[FEW].most : rows, h->threads);
-        most = bytes > most ? bytes : most;
-    }
-    return most + copied_bytes(h, rows);
+    for (const cpu_range *r = h->of_rows; r <= range_for(h, m); r++) /* calls of fewer rows take the same workspace */
+        for (const program *p = r->program; p < r->program + r->programs; p++) {
+            int64_t bytes = scratch_bytes(p, p->most && rows > p->most ? p->most : rows, h->threads);
+            bytes += copied_bytes(h, r, rows) + scales_bytes(r, rows);
+            most = bytes > most ? bytes : most;
+        }
+    return most;
 }
 
 int64_t cpu_dequantize_workspace(const lowbit_matmul *h) {
-    return scratch_bytes(&h->program[DEQUANTIZE], 0, h->threads) + h->k * 2; /* and a row of the weight */
+    return scratch_bytes(&h->dequantizer, 0, h->threads) + h->k * 2; /* and a row of the weight */
 }
 
 typedef struct {
@@ -99,18 +126,20 @@ typedef struct {
     int64_t expert, first, rows;
 } piece;
 
-static void run_program(const lowbit_matmul *h, const program *p, piece of, const char *x, char *y, char *const *arrays,
-                        char *scratch) {
+/* scales: of the rows of x, for a program that has them. */
+static void run_program(const lowbit_matmul *h, const program *p, piece of, const char *x, const float *scales, char *y,
+                        char *const *arrays, char *scratch) {
     int64_t n = h->n / h->experts, multiplied = of.rows ? of.rows : 1;
     int threads = h->parallel && multiplied * n * h->k >= WORTH_A_TEAM ? h->threads : 1;
     int64_t panels = (h->row_blocks + p->panel - 1) / p->panel;
     int64_t parts = threads == 1 ? 1 : PARTS_OF_A_THREAD * threads < panels ? PARTS_OF_A_THREAD * threads : panels;
-    int64_t words[WORDS + MOST_ARRAYS] = {0, 0, 0, of.rows, parts, (intptr_t)x, (intptr_t)y, (intptr_t)scratch};
+    int64_t words[WORDS + MOST_ARRAYS + 1] = {0, 0, 0, of.rows, parts, (intptr_t)x, (intptr_t)y, (intptr_t)scratch};
     for (int i = 0; i < h->operands; i++) {
         int array = h->operand[i], tensor = array - TENSORS;
         int64_t slice = h->experts > 1 && tensor < h->tensors ? h->tensor_bytes[tensor] / h->experts : 0;
         words[WORDS + i] = (intptr_t)arrays[array] + of.expert * slice + of.first * h->row_bytes[array];
     }
+    words[WORDS + h->operands] = (intptr_t)scales;
     work w = {0, words};
     const char *code = (const char *)p->code.data + p->entry;
     memcpy(&w.run, &code, sizeof code);
@@ -125,29 +154,34 @@ static const int32_t *columns_of(const lowbit_matmul *h, int64_t expert, char *c
 }
 
 /* The rows of x of a piece, side by side, with columns, of two bytes each, in the order of the weight's: copied to the
- * workspace where x is not so. */
-static const char *rows_of_x(const lowbit_matmul *h, piece of, char *const *arrays) {
+ * workspace where x is not so, or where it is quantized there. */
+static const char *rows_of_x(const lowbit_matmul *h, const cpu_range *r, piece of, char *const *arrays) {
     const int32_t *rows = h->experts > 1 ? (const int32_t *)arrays[TENSORS + h->tensors] : NULL;
     const int32_t *columns = columns_of(h, of.expert, arrays);
     const char *x = arrays[X];
     char *to = arrays[WORKSPACE];
-    if (!rows && !columns) return x + of.first * h->row_bytes[X];
-    for (int64_t r = 0; r < of.rows; r++, to += h->row_bytes[X]) {
-        const char *from = x + (rows ? rows[of.first + r] : of.first + r) * h->row_bytes[X];
+    if (!rows && !columns && !r->in) return x + of.first * h->row_bytes[X];
+    for (int64_t i = 0; i < of.rows; i++, to += h->row_bytes[X]) {
+        const char *from = x + (rows ? rows[of.first + i] : of.first + i) * h->row_bytes[X];
         if (!columns) memcpy(to, from, (size_t)h->row_bytes[X]);
         for (int64_t c = 0; columns && c < h->k; c++) memcpy(to + 2 * c, from + 2 * columns[c], 2);
     }
     return arrays[WORKSPACE];
 }
 
-static void run_piece(const lowbit_matmul *h, piece whole, char *const *arrays) {
-    const program *p = &h->program[whole.rows <= h->program[FEW].most ? FEW : MANY];
+static void run_piece(const lowbit_matmul *h, const cpu_range *r, piece whole, char *const *arrays) {
+    const program *p = r->program, *last = p + r->programs - 1;
+    while (p < last && whole.rows > p->most) p++;
     piece of = whole;
     for (int64_t end = whole.first + whole.rows; of.first < end; of.first += of.rows) {
         of.rows = end - of.first < SLAB ? end - of.first : SLAB;
-        const char *x = rows_of_x(h, of, arrays);
-        run_program(h, p, of, x, arrays[Y] + of.first * h->row_bytes[Y], arrays,
-                    arrays[WORKSPACE] + copied_bytes(h, of.rows));
+        const char *x = rows_of_x(h, r, of, arrays);
+        char *behind = arrays[WORKSPACE] + copied_bytes(h, r, of.rows);
+        float *scales = (float *)behind;
+        for (int64_t i = 0; r->in && i < of.rows; i++)
+            scales[i] = quantize_row((uint16_t *)(arrays[WORKSPACE] + i * h->row_bytes[X]), h->k, h->bf16, r->in);
+        run_program(h, p, of, x, scales, arrays[Y] + of.first * h->row_bytes[Y], arrays,
+                    behind + scales_bytes(r, of.rows));
     }
 }
 
@@ -174,14 +208,14 @@ static int run_experts(const lowbit_matmul *h, char *const *arrays, int64_t m, i
     int code = check_tiles(h, rows, tiles, m, x_rows);
     for (int64_t i = 1; i <= tiles[0] && !code; i++) {
         const int32_t *t = tiles + 3 * i;
-        run_piece(h, (piece){t[0], t[1], t[2] - t[1]}, arrays);
+        run_piece(h, range_for(h, m), (piece){t[0], t[1], t[2] - t[1]}, arrays);
     }
     return code;
 }
 
 int cpu_run(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows) {
     if (h->experts > 1) return run_experts(h, arrays, m, x_rows);
-    run_piece(h, (piece){0, 0, m}, arrays);
+    run_piece(h, range_for(h, m), (piece){0, 0, m}, arrays);
     return LOWBIT_OK;
 }
 
@@ -208,12 +242,12 @@ static void restore_columns(const lowbit_matmul *h, char *w, size_t bytes, char 
 }
 
 int cpu_dequantize(const lowbit_matmul *h, char *const *arrays) {
-    const program *p = &h->program[DEQUANTIZE];
+    const program *p = &h->dequantizer;
     size_t bytes = (size_t)h->k * 2;
     char *kept = arrays[WORKSPACE] + scratch_bytes(p, 0, h->threads);
     for (int64_t expert = 0; expert < h->experts; expert++) {
         char *w = arrays[Y] + expert * (h->n / h->experts) * (int64_t)bytes;
-        run_program(h, p, (piece){expert, 0, 0}, NULL, w, arrays, arrays[WORKSPACE]);
+        run_program(h, p, (piece){expert, 0, 0}, NULL, NULL, w, arrays, arrays[WORKSPACE]);
     }
     if (h->gated) restore_rows(h, arrays[Y], bytes, kept);
     if (h->permutation >= 0) restore_columns(h, arrays[Y], bytes, arrays, kept);

@@ -7,7 +7,7 @@
 #include "json.h"
 #include "lowbit.h"
 
-enum { MANIFEST = 1, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_BUFFERS = 8, MOST_NAME = 64, MOST_PATH = 512 };
+enum { MANIFEST = 1, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_BUFFERS = 8, MOST_PROGRAMS = 3, MOST_NAME = 64, MOST_PATH = 512 };
 enum { X, Y, WORKSPACE, TENSORS }; /* the first of the arrays, in the order of every manifest */
 
 /* Keeps the text for lowbit_error_text, and returns the code. */
@@ -79,11 +79,21 @@ typedef struct {
 
 /* -- a CPU (cpu.c) */
 
+typedef enum { NOT_QUANTIZED, I8, F8E4M3 } eight_bits;
+/* Quantizes a row of x in place, to values of 8 bits as f16; returns its scale. */
+float quantize_row(uint16_t *row, int64_t k, bool bf16, eight_bits type);
+
 typedef struct {
     blob code;
     int64_t entry, most, panel, block, per_token, per_worker, per_worker_token;
 } program;
-enum { FEW, MANY, DEQUANTIZE, PROGRAMS };
+
+typedef struct {
+    int64_t first;    /* rows of a call from which it serves */
+    eight_bits in;    /* what x is quantized to */
+    int programs;     /* the first that serves a number of rows multiplies them; the last any */
+    program program[MOST_PROGRAMS];
+} cpu_range;
 
 struct lowbit_matmul {
     source from;
@@ -110,7 +120,10 @@ struct lowbit_matmul {
     kernel *kernel;
     range *range;
     /* of a CPU */
-    program program[PROGRAMS];
+    cpu_range of_rows[2];
+    int cpu_ranges;
+    program dequantizer;
+    bool bf16; /* whether x is */
     int operand[MOST_ARRAYS], operands, permutation;
     int64_t row_blocks; /* of an expert */
     int threads;
