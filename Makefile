@@ -77,10 +77,8 @@ lowest: ## a few tests with the lowest versions that pyproject.toml allows
 format: $(READY) ## sort imports and mend what ruff can mend
 	$(PY) -m ruff check --fix .
 
-pages: $(READY) ## the example pages of docs/explain.md, and pictures of layouts
-	$(PY) -m lowbit.pylib.explain.pictures docs/img
-	$(PY) -m lowbit explain -n 256 -k 1024 -w u4 -g 128 -t sm_90a -m 16 -o docs/explain/decode.html
-	LOWBIT_CPU=x86-64-v3 $(PY) -m lowbit explain -n 64 -k 512 -w u3 -g 128 -t cpu -o docs/explain/cpu.html
+pages: $(READY) ## the pages and pictures of docs/explain.md, and pictures of layouts
+	LOWBIT_CPU=x86-64-v3 $(PY) -m lowbit.pylib.explain.pictures docs
 
 clean: ## remove .venv, build/ and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -165,16 +165,16 @@ def _of_code(bit: Bit | None) -> Cell:
     return Cell(str(column), bit.title, row + column % 2)
 
 
-def words_of(spec: MatmulSpec, slot: TensorSlot) -> Grid:
+def words_of(spec: MatmulSpec, slot: TensorSlot, most: int = MOST_WORDS) -> Grid:
     """The first words of another tensor, bit by bit, the highest first."""
     words = words_in_memory(spec, slot.name)
     shared = [each.name for each in spec.given_tensors if each.tensor == slot.name]
-    which = f"the first {MOST_WORDS} of {len(words)}" if len(words) > MOST_WORDS else f"all {len(words)}"
+    which = f"the first {most} of {len(words)}" if len(words) > most else f"all {len(words)}"
     about = (
         f"{which.capitalize()} words of {' and '.join(shared)} for {spec.n} rows and {spec.k} columns. A cell is a "
         "bit, and has the row of its number, or the block of groups where 16 rows share one; hover says the rest."
     )
-    return _grid(f"Bits of {slot.name}", about, dict(enumerate(words[:MOST_WORDS])), partial(_of_number, shared))
+    return _grid(f"Bits of {slot.name}", about, dict(enumerate(words[:most])), partial(_of_number, shared))
 
 
 def _of_number(shared: list[str], bit: Bit | None) -> Cell:

@@ -108,10 +108,10 @@ def pane_above(name: str, title: str, text: str, places: Sequence[Place | None],
 
 
 def python_pane(origins: Origins) -> Pane:
-    """The lines of Python that made the program, and those around them, file by file."""
+    """The lines of Python that made the program, and those around them, file by file: the kernel's own first."""
     by_place = _by_place(origins)
     lines: list[Line] = []
-    for file in sorted({place[0] for place in by_place}):
+    for file in dict.fromkeys(place[0] for place in by_place):
         lines.append(Line(f"<b>{escape(_shown(file))}</b>"))
         lines += _lines_of(file, {line: of for (path, line), of in by_place.items() if path == file})
     return Pane("python", "Python", tuple(lines), "" if lines else "no line of Python is known")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -42,7 +41,7 @@ from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
 from lowbit.pylib.explain.measured import Measured, measure
 from lowbit.pylib.explain.packing import packing_figures, unit_of, words_of_lane
 from lowbit.pylib.explain.page import Page
-from lowbit.pylib.explain.pictures import pictures, pipeline_picture
+from lowbit.pylib.explain.pictures import browser, line_with, pictures, pipeline_picture, screenshot
 from lowbit.pylib.explain.shared import buffers, fills
 from lowbit.pylib.explain.text import coloured, coloured_python
 from lowbit.pylib.reference import random_inputs
@@ -53,7 +52,7 @@ from lowbit.pylib.weights.values import least
 
 SPEC = MatmulSpec(n=64, k=512, weight="u4", group_size=128)
 EXPERTS = MatmulSpec(n=512, k=256, weight="u4", group_size=128, experts=4)
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+CHROMIUM = browser()
 
 
 @pytest.fixture(scope="module")
@@ -558,10 +557,13 @@ def test_rows_that_are_none(m: object) -> None:
 
 # -- in a browser
 
+_ASKED = "panes=python,lowbit,tile,gpu,ll,ptx,sass&line=tile-3"
 _PICK = """
 <script>
-const line = [...document.querySelectorAll("#tile li")].find((each) => each.textContent.includes("lowbit.store"));
-line.click();
+const linked = document.querySelector("#tile .at").id, without = document.getElementById("llvm").hidden;
+const hover = document.querySelectorAll(".grid td[title]").length;
+const store = [...document.querySelectorAll("#tile li")].find((each) => each.textContent.includes("lowbit.store"));
+store.click();
 const counts = [...document.querySelectorAll("ol")].map((list) => list.querySelectorAll("li.on").length);
 const list = document.querySelector("#ptx ol");
 list.focus();
@@ -572,7 +574,8 @@ press("Escape");
 document.querySelector("button[data-pane=gpu]").click();
 const hidden = document.getElementById("gpu").hidden;
 const overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-const found = {counts, active, left: document.querySelectorAll("li.on").length, hidden, overflow};
+const left = document.querySelectorAll("li.on").length;
+const found = {linked, without, hover, counts, active, left, hidden, overflow};
 document.body.setAttribute("data-found", JSON.stringify(found));
 </script>
 """
@@ -588,7 +591,7 @@ def browsed(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     file.write_text(page.html.replace("</body>", f"{_PICK}</body>"), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     options += ["--window-size=500,900", f"--user-data-dir={folder}/data"]  # as small as a phone, or nearly
-    command = [CHROMIUM, *options, file.as_uri()]
+    command = [CHROMIUM, *options, f"{file.as_uri()}#{_ASKED}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     yield done.stdout, done.stderr
 
@@ -601,5 +604,20 @@ def test_picking_a_line_in_a_browser(page: Page, browsed: tuple[str, str]) -> No
     origins = set(next(line.origins for line in tile.lines if "lowbit.store" in text_of(line.html)))
     wanted = [sum(bool(origins & set(line.origins)) for line in pane.lines) for pane in page.panes if pane.lines]
     assert found["counts"] == wanted and min(wanted) > 0
+    assert found["linked"] == "tile-3" and found["without"]
+    assert found["hover"] == sum(len(list(each.cells)) for each in page.figures if isinstance(each, Grid))
     assert found["active"] == "ptx-1" and found["left"] == 0 and found["hidden"]
     assert found["overflow"] <= 0  # nothing but panes and pictures scrolls sideways
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_picture_of_a_page(page: Page, tmp_path: Path) -> None:
+    """A PNG as large as README's."""
+    page.save(tmp_path / "page.html")
+    line = line_with(page, "tile", "copy_async")
+    screenshot(tmp_path / "page.html", f"panes=tile&line={line}", tmp_path / "page.png", str(CHROMIUM))
+    taken = (tmp_path / "page.png").read_bytes()
+    kept = Path(__file__).parents[2] / "docs/img/explain.png"
+    assert taken[:24] == kept.read_bytes()[:24]  # its kind, width and height
+    (tile,) = (pane for pane in page.panes if pane.name == "tile")
+    assert "copy_async" in tile.lines[int(line.removeprefix("tile-"))].html

@@ -91,3 +91,11 @@ for (const button of document.querySelectorAll("button[data-pane]")) {
     button.setAttribute("aria-pressed", String(!pane.hidden));
   });
 }
+// page.html#panes=python,ptx&line=ptx-40 shows these stages, with a line picked.
+const asked = new URLSearchParams(location.hash.slice(1));
+const wanted = asked.get("panes")?.split(",");
+for (const button of document.querySelectorAll("button[data-pane]")) {
+  if (wanted && !wanted.includes(button.dataset.pane)) button.click();
+}
+const line = document.getElementById(asked.get("line"));
+if (line?.matches("li")) pick(line);
