@@ -72,8 +72,8 @@ def screenshot(page: Path, shown: str, picture: Path, command: str) -> None:
     command  a browser
     """
     with TemporaryDirectory() as profile:
-        options = [f"--user-data-dir={profile}", f"--window-size={_WIDTH},{_HEIGHT}", f"--screenshot={picture.resolve()}"]
-        options += ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        options += [f"--window-size={_WIDTH},{_HEIGHT}", f"--screenshot={picture.resolve()}"]
         address = f"{page.resolve().as_uri()}#{shown}"
         subprocess.run([command, *options, address], check=True, capture_output=True, timeout=300)
 
