@@ -18,6 +18,7 @@ from lowbit.pylib.checkpoints.formats import (
     bitnet,
     bitsandbytes,
     compressed_tensors,
+    exl2,
     fbgemm_fp8,
     fp8,
     gpt_oss,
@@ -43,6 +44,7 @@ FORMATS: dict[str, Format] = {
     "bitnet": bitnet.FORMAT,
     "bitsandbytes": bitsandbytes.FORMAT,
     "compressed-tensors": compressed_tensors.FORMAT,
+    "exl2": exl2.FORMAT,
     "fbgemm_fp8": fbgemm_fp8.FORMAT,
     "fp8": fp8.FORMAT,
     "gptq": gptq.FORMAT,
@@ -61,7 +63,6 @@ FORMATS |= {f"modelopt_{kind}": modelopt.FORMAT for kind in ("fp4", "mxfp8", "mi
 
 REFUSED = {
     **dict.fromkeys(("aqlm", "vptq", "quip", "quip_sharp"), "its codes stand for vectors of several weights"),
-    "exl2": "it mixes widths of codes within a matrix",
     "exl3": "its codes are a path through a trellis",
     "higgs": "its codes stand for vectors of rotated weights",
     "fp_quant": "it rotates what goes into layers at each call",

@@ -19,7 +19,8 @@ def from_stream(packed: Tensor, bits: int, count: int) -> Tensor:
 
     The lowest bits of the first byte hold the first code; words are little-endian; codes may straddle words.
     """
-    rows, stored = packed.contiguous().view(torch.uint8), packed.shape[1] * packed.element_size()
+    stored = packed.shape[1] * packed.element_size()
+    rows = packed.reshape(-1).contiguous().view(torch.uint8).view(len(packed), stored)  # of one word a row, too
     if stored * 8 < count * bits:
         raise CheckpointError(f"{stored} bytes a row can't hold {count} codes of {bits} bits")
     if bits == 8:

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -543,6 +543,85 @@ def test_words_of_other_sizes(name: str, word: torch.dtype) -> None:
     packed = tensors | {"qweight": columns, "qzeros": tensors["qzeros"].view(word)}
     found = read(name, config | {"pack_dtype": str(word).removeprefix("torch.")}, packed)
     assert torch.equal(found.dequantize(), read(name, config, tensors).dequantize())
+
+
+EXL2_GROUPS = ((6, 32), (4, 64), (3, 32), (2, 16))
+"""The widths and rows of a matrix of EXL2. The last group has what is left."""
+
+
+def exl2(n: int = 64, groups: tuple[tuple[int, int], ...] = EXL2_GROUPS) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns the tensors of a layer as ExLlamaV2 writes them, and its weight [n, k] in f64."""
+    generator = torch.Generator().manual_seed(0)
+    k, first, pairs, words, rows = sum(count for _, count in groups), 0, [], [], []
+    q = torch.randint(0, 16, (len(groups), n), generator=generator)
+    most = (torch.rand(len(groups), generator=generator) + 1).half()
+    for number, (bits, count) in enumerate(groups):
+        codes = torch.randint(0, 1 << bits, (count, n), generator=generator)
+        size = -(-count * bits // 32)
+        streams = [sum(int(code) << (i * bits) for i, code in enumerate(column)) for column in codes.T]
+        data = b"".join(stream.to_bytes(size * 4, "little") for stream in streams)
+        words.append(torch.frombuffer(bytearray(data), dtype=torch.int32).view(n, size).T)
+        pairs += [bits, first]
+        first += size
+        scale = ((q[number] + 1) ** 2).half() * (most[number] / 256)
+        rows.append((codes.double() - (1 << bits >> 1)) * scale.double())
+    inverse = torch.randperm(k, generator=generator)
+    packed = sum(q[:, i::8].int() << (4 * i) for i in range(8))
+    found = {"q_invperm": inverse.int(), "q_groups": torch.tensor(pairs, dtype=torch.int16), "q_scale_max": most}
+    found |= {"q_weight": torch.cat(words).contiguous(), "q_scale": cast(Tensor, packed).int()}
+    return found, torch.cat(rows)[inverse].T
+
+
+def test_exl2() -> None:
+    """Rows of several widths, which an independent packer has mixed; padded columns are left out."""
+    config = {"quant_method": "exl2", "bits": 4.0, "head_bits": 6, "version": "0.3", "calibration": {"rows": 100}}
+    given, expected = exl2()
+    w = lowbit.import_weight(config, given)
+    assert str(w.spec).startswith("i6[64, 144] f16 scale per 16, permuted")
+    assert torch.equal(w.dequantize().double(), expected)
+    x = reference.random_inputs(w.spec, 3)[0]
+    assert is_right(lowbit.LowbitLinear.from_packed(w)(x), w, x)
+    assert torch.equal(lowbit.import_weight(config, given, shape=(48, 144)).dequantize().double(), expected[:48])
+    given, expected = exl2(groups=((8, 32), (5, 128)))
+    given["bias"] = torch.ones(64).half()
+    w = lowbit.import_weight(config, given)
+    assert str(w.spec).startswith("i8[64, 160] f16 scale per 32, permuted") and w.spec.bias
+    assert torch.equal(w.dequantize().double(), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_groups": [7, 0, 4, 6, 3, 14, 2, 17]}, "q_groups has a group of 7 bits; there are 2, 3, 4, 5, 6, 8"),
+        ({"q_groups": [6, 0, 4, 6, 3]}, "q_groups has 5 numbers; it must have two for each group"),
+        ({"q_groups": [6, 0, 4, 6, 3, 14, 2, 16]}, "q_groups has a group in words 14 to 16, but 48 of 144 rows"),
+        ({"q_groups": [6, 1, 4, 6, 3, 14, 2, 17]}, "q_groups has a group in words 1 to 6, but 144 of 144 rows"),
+        ({"q_groups": [6, 0]}, "q_groups has a group in words 0 to 18, but 144 of 144 rows are left"),
+        ({"q_invperm": [0] * 144}, "q_invperm must be a permutation of 144 columns"),
+        ({"q_scale_max": torch.ones(3).half()}, r"q_scale_max must be \[4\] beside q_groups, not \[3\]"),
+    ],
+)
+def test_exl2_that_contradicts_itself(change: dict[str, Any], message: str) -> None:
+    given, _ = exl2()
+    changed = {name: torch.as_tensor(value, dtype=given[name].dtype) for name, value in change.items()}
+    with pytest.raises(CheckpointError, match=message):
+        lowbit.import_weight({"quant_method": "exl2"}, given | changed)
+
+
+def test_exl2_with_any_bytes(tmp_path: Path) -> None:
+    """Other bytes in any tensor are a CheckpointError, or other values."""
+    given, _ = exl2()
+    chance, refused = random.Random(0), 0
+    for _ in range(300):
+        tensors = {name: tensor.clone() for name, tensor in given.items()}
+        data = tensors[chance.choice(sorted(tensors))].view(torch.uint8).view(-1)
+        for _ in range(chance.randint(1, 3)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            lowbit.import_weight({"quant_method": "exl2"}, tensors)
+        except CheckpointError:
+            refused += 1
+    assert 60 < refused < 240
 
 
 VLLM = {

@@ -568,6 +568,18 @@ def test_every_architecture_is_tested() -> None:
     assert {gguf.MODEL_ARCH_NAMES[case.arch] for case in CASES.values()} | others == KNOWN.keys()
 
 
+def test_every_architecture_that_llama_cpp_knows_is_read_or_refused_by_its_name(tmp_path: Path) -> None:
+    for name in {*gguf.MODEL_ARCH_NAMES.values(), "of tomorrow"} - KNOWN.keys():
+        writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", name)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(CheckpointError, match=rf"architecture '{name}' can't be loaded; what can is llama"):
+            lowbit.from_gguf(path)
+    assert {*gguf.MODEL_ARCH_NAMES.values()} >= KNOWN.keys()
+
+
 @pytest.mark.parametrize(("name", "matrix"), [("bert", "attn_q"), ("gpt-oss", "ffn_down_exps")])
 def test_biases_that_are_no_numbers(name: str, matrix: str, tmp_path: Path) -> None:
     model, case = dense_model(CASES[name]), CASES[name]
