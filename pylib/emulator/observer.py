@@ -72,7 +72,8 @@ class Launch:
     cluster   blocks of a cluster
     blocks    indices of the blocks that ran, by their numbers in events
     counts    warp instructions of each instruction
-    fault     the error that ended it
+    last      the latest event, which may not be among those that are noted
+    fault     the error that ended it, in the last event
     whole     whether all of it was seen
     """
 
@@ -83,6 +84,7 @@ class Launch:
     copies: list[Copy] = field(default_factory=list[Copy])
     accesses: dict[int, Access] = field(default_factory=dict[int, Access])
     counts: Counter[int] = field(default_factory=Counter[int])
+    last: Event | None = None
     fault: str | None = None
     whole: bool = True
 
@@ -156,8 +158,9 @@ class Watch:
         live = ~block.exited if mask is None else mask
         self._warps = tuple(np.flatnonzero(live.reshape(-1, WARP).any(axis=1)).tolist())
         self._instruction = number
+        launch.last = Event(observer.time, self._number, number, self._warps)
         if observer.events is None or observer.time < observer.events:
-            launch.events.append(Event(observer.time, self._number, number, self._warps))
+            launch.events.append(launch.last)
         else:
             launch.whole = False
         observer.time += 1

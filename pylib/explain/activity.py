@@ -52,8 +52,7 @@ def instruction_mix(seen: Launch, weights: float | None) -> Table:
     rows.append(("all", f"{total:,}", "100.0%", *_per(total, weights)))
     whole = "" if seen.whole else ", as far as the emulator was watched"
     first = f"the first cluster of {seen.cluster} blocks" if seen.cluster > 1 else "the first block"
-    about = f"What {first} executed in the emulator{whole}."
-    about += f" It found: {seen.fault}" if seen.fault else ""
+    about = f"What {first} executed in the emulator{whole or (', up to the fault' * bool(seen.fault))}."
     columns = ("kind", "warp instructions", "share", *(["per weight and thread"] if weights else []))
     return Table("Instructions by kind", about, columns, tuple(rows))
 

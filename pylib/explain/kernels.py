@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.errors import EmulatorError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.top_k import TopK
 from lowbit.passes.codegen.cubin import assemble
@@ -130,7 +131,7 @@ def explain_program(program: Buildable, target: str | None = None, **arguments: 
     program    as `compile_program` takes it
     target     a GPU such as "sm_90a"; None: this machine's
     arguments  those of a call, with tensors of the CPU: the first cluster of its blocks runs in the emulator, and the
-               page says how often each line ran. None: nothing runs
+               page says how often each line ran, and which race or other fault was found. None: nothing runs
 
     Raises PassError for a wrong program, TargetError for an unknown target or where a tool to compile is missing.
     """
@@ -143,9 +144,9 @@ def explain_program(program: Buildable, target: str | None = None, **arguments: 
 
 
 def _seen(program: Buildable, target: Target, arguments: Mapping[str, Any]) -> observer.Launch:
-    """The first cluster of a call in the emulator."""
-    kernel = load(lower_program(program, parse_target(f"emulator:{target.arch}"), origins=True), racecheck=False)
-    with observing(Observer(clusters=1, steps=STEPS)) as seen:
+    """The first cluster of a call in the emulator, as far as it comes without a fault."""
+    kernel = load(lower_program(program, parse_target(f"emulator:{target.arch}"), origins=True))
+    with observing(Observer(clusters=1, steps=STEPS)) as seen, suppress(EmulatorError):  # which is noted in the launch
         kernel(**arguments)
     return seen.launches[0]
 
@@ -166,6 +167,7 @@ def _page(
     shown = [python_pane(origins), pane_above("lowbit", "lowbit", stages["lowbit"], origins.above["lowbit"], origins)]
     shown += [stage_pane(name, TITLES[name], stages[name], lines) for name, lines in origins.lines.items()]
     if seen:
+        about += f". The emulator found a fault: {seen.fault}" if seen.fault else ""
         by_origin, by_line = counts_by_origin(seen, origins.lines["ptx"]), counts_by_line(seen)
         shown = [with_counts(pane, by_origin, by_line if pane.name == "ptx" else None) for pane in shown]
         figures = [*figures, *activity_figures(seen, origins.lines["ptx"], weights)]

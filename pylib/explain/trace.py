@@ -45,8 +45,7 @@ def trace_events(launch: Launch, first: int = 0) -> Iterator[dict[str, Any]]:
         yield about | {"ph": "b", "ts": copy.begin, "args": {"PTX": instruction.text}}
         if copy.end is not None:
             yield about | {"ph": "e", "ts": copy.end}
-    if launch.fault:
-        last = launch.events[-1]
+    if launch.fault and (last := launch.last):
         where = {"pid": first + last.block, "tid": last.warps[0]}
         yield {"ph": "i", "s": "g", "name": "fault", "ts": last.time, "args": {"error": launch.fault}} | where
 

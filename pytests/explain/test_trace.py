@@ -16,6 +16,7 @@ import lowbit
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
+from lowbit.pylib.cli import matmul
 from lowbit.pylib.cli.main import app
 from lowbit.pylib.emulator.observer import Launch, Observer, observing, wavefronts
 from lowbit.pylib.explain.trace import save_trace, trace_events
@@ -101,6 +102,33 @@ def test_a_race_is_marked(tmp_path: Path) -> None:
     assert fault["ts"] == max(event["ts"] for event in events if event["ph"] == "X")
     programs = {event["args"]["program"] for event in events if event["ph"] == "X" and "program" in event["args"]}
     assert any(Path(__file__).name in place for place in programs)  # the lines of the program
+
+
+def test_a_run_with_a_fault_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def racing(*_: object) -> None:
+        lowbit.compile_program(without_a_barrier, "emulator:sm_80")(x=torch.ones(64), y=torch.zeros(64))
+
+    monkeypatch.setattr(matmul, "_trial", racing)
+    made = run(*SIZES, "-t", "emulator:sm_80", "--trace", str(tmp_path / "trace.json"))
+    assert made.exit_code == 1 and "race" in made.output
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert ["race" in event["args"]["error"] for event in events if event["name"] == "fault"] == [True]
+
+
+def test_a_fault_behind_the_events_that_are_noted() -> None:
+    """It is marked where it was found, not where notes end."""
+    kernel = lowbit.compile_program(without_a_barrier, "emulator:sm_80")
+    with observing(Observer(events=3)) as seen, pytest.raises(lowbit.EmulatorError, match="race"):
+        kernel(x=torch.ones(64), y=torch.zeros(64))
+    (launch,) = seen.launches
+    (fault,) = (event for event in trace_events(launch) if event["name"] == "fault")
+    assert launch.last and fault["ts"] == launch.last.time > launch.events[-1].time == 2
+
+
+def test_the_page_of_a_program_with_a_race() -> None:
+    page = lowbit.explain_program(without_a_barrier, "sm_80", x=torch.ones(64), y=torch.zeros(64))
+    assert page.about.startswith("A tile program. The emulator found a fault: ") and "race" in page.about
+    assert any(line.note for line in page.panes[-2].lines)
 
 
 def test_an_observer_asks_for_the_race_check() -> None:
