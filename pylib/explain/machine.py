@@ -83,8 +83,9 @@ def waves(blocks: int, per_processor: int, target: Target) -> Grid:
         rows.append((f"wave {wave}", tuple(_processor(i, n, first, processors) for i, n in enumerate(held))))
     last = blocks - (count - 1) * room
     about = (
-        f"{blocks} blocks on {processors} multiprocessors with room for {per_processor} each: {blocks / room:.2f} waves"
-        f". The last one fills {last / room:.0%}. A cell is a multiprocessor, and how many blocks it has."
+        f"{blocks} block{'s' * (blocks > 1)} on {processors} multiprocessors with room for {per_processor} each: "
+        f"{blocks / room:.2f} waves. The last one fills {last / room:.0%}. A cell is a multiprocessor, and how many "
+        "blocks it has."
     )
     names = tuple(str(i) if i % 4 == 0 else "" for i in range(processors))
     return Grid("Blocks on multiprocessors", about, "", names, tuple(rows))

@@ -57,6 +57,7 @@ _IR = re.compile(
     re.MULTILINE,
 )
 """What is worth a colour in MLIR, LLVM IR, PTX, SASS and a CPU's assembly: pygments takes ten times as long."""
+_DEFINITION = re.compile(r"\s*(?:def|class)\b")
 _PYTHON = {Comment: "c", Keyword: "k", Number: "m", String: "s", Name.Function: "v", Name.Class: "v"}
 
 
@@ -141,9 +142,16 @@ def _lines_of(file: str, made: dict[int, list[int]]) -> Iterable[Line]:
     found: list[Line] = []
     for first, end in runs(shown):
         found += [Line("⋯")] * bool(found)
-        part = coloured_python("\n".join(source[first - 1 : end - 1]))
-        found += [Line(html, tuple(made.get(at, ())), at) for at, html in enumerate(part[: end - first], first)]
+        part = enumerate(_part(source, first, end), first)
+        found += [Line(html, tuple(made.get(at, ())), at) for at, html in part]
     return found
+
+
+def _part(source: Sequence[str], first: int, end: int) -> list[str]:
+    """The lines from number `first` to behind the last as HTML. Colours begin at the definition in front, since a part
+    may begin within a string."""
+    begin = next((at for at in range(first, 0, -1) if _DEFINITION.match(source[at - 1])), 1)
+    return coloured_python("\n".join(source[begin - 1 : end - 1]))[first - begin : end - begin]
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

@@ -29,6 +29,7 @@ from lowbit.passes.builder import Program
 from lowbit.passes.codegen import sass
 from lowbit.passes.codegen.cubin import Resources, resource_usage
 from lowbit.passes.kernels.registry import family_named, request
+from lowbit.passes.origins import Origins
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.targets import GPUS, parse_target
 from lowbit.pylib.build.kernels import kernel_choices
@@ -43,7 +44,7 @@ from lowbit.pylib.explain.packing import packing_figures, unit_of, words_of_lane
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.pictures import browser, line_with, pictures, pipeline_picture, screenshot
 from lowbit.pylib.explain.shared import buffers, fills
-from lowbit.pylib.explain.text import coloured, coloured_python
+from lowbit.pylib.explain.text import coloured, coloured_python, python_pane
 from lowbit.pylib.reference import random_inputs
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.outliers import draw, to_lines
@@ -113,6 +114,15 @@ def test_colours_keep_the_text(text: str) -> None:
 def test_colours_of_python() -> None:
     text = 'def f(x: int) -> str:\n    """Says <x>."""\n    return f"{x} & more"'
     assert [text_of(line) for line in coloured_python(text)][:3] == text.split("\n")
+
+
+def test_colours_of_a_part_that_begins_within_a_string(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text('def f():\n    """Says\n    what\n    it\n    is."""\n    return 1\n')
+    origins = Origins(python=((str(file), 6),))
+    (_, *lines) = python_pane(origins).lines
+    assert [line.number for line in lines] == [4, 5, 6] and lines[-1].origins == (1,)
+    assert "<i class=s>" in lines[1].html and "<i class=k>return</i>" in lines[2].html
 
 
 def test_without_nvdisasm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +338,15 @@ def test_counts_beside_lines(page: Page) -> None:
     mix = {row[0]: row for row in figure(page, "Instructions by kind").rows}
     total = sum(int(line.note.replace(",", "")) for line in ptx.lines if line.note)
     assert int(mix["all"][1].replace(",", "")) == total
+
+
+@pytest.mark.parametrize("name", ["decode.html", "cpu.html"])
+def test_pages_of_the_docs(name: str) -> None:
+    """`make pages` writes them. What they say depends on versions of LLVM and nvdisasm; how they look does not."""
+    root = Path(__file__).parents[2]
+    kept = (root / "docs/explain" / name).read_text()
+    for template in ("page.css", "page.js"):
+        assert (root / "pylib/explain/templates" / template).read_text().strip() in kept
 
 
 @pytest.mark.parametrize("name", sorted(pictures()))
