@@ -545,6 +545,26 @@ def test_words_of_other_sizes(name: str, word: torch.dtype) -> None:
     assert torch.equal(found.dequantize(), read(name, config, tensors).dequantize())
 
 
+@pytest.mark.parametrize("algorithm", ["MXFP4", "W4A8_MXFP4_FP8"])
+def test_powers_of_two_of_modelopt(algorithm: str) -> None:
+    """MXFP4 has the tensors that Quark writes (modelopt/torch/quantization/qtensor/mxfp4_tensor.py)."""
+    config, tensors = parts("quark-mxfp4")
+    right, ours = read("quark-mxfp4", config, tensors), {"quant_method": "modelopt", "quant_algo": algorithm}
+    given = {name: tensor for name, tensor in tensors.items() if name in ("weight", "weight_scale", "bias")}
+    found = lowbit.import_weight(ours, {**given, "input_scale": torch.tensor(0.1)})
+    assert torch.equal(found.dequantize(), right.dequantize())
+    with pytest.raises(CheckpointError, match="weight_scale_2 is there, but weight_scale has powers of two"):
+        lowbit.import_weight(ours, {**given, "weight_scale_2": torch.ones(())})
+    with pytest.raises(CheckpointError, match=r"weight_scale must be \[.*, .*\] beside a weight of"):
+        lowbit.import_weight(ours, {**given, "weight_scale": given["weight_scale"][:, :1]})
+
+
+def test_inputs_in_fp8_beside_nvfp4() -> None:
+    config, tensors = parts("modelopt-nvfp4")
+    found = read("modelopt-nvfp4", config | {"quant_algo": "W4A8_NVFP4_FP8"}, tensors)
+    assert torch.equal(found.dequantize(), read("modelopt-nvfp4", config, tensors).dequantize())
+
+
 EXL2_GROUPS = ((6, 32), (4, 64), (3, 32), (2, 16))
 """The widths and rows of a matrix of EXL2. The last group has what is left."""
 
@@ -662,8 +682,11 @@ FORMAT_VALUES: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "modelopt-fp8",
         "quant_algo",
-        ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
-        ("W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ", "INT8_SQ", "W8A8_SQ_PER_CHANNEL", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8"),
+        (
+            *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
+            *("W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8"),
+        ),
+        ("W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ", "INT8_SQ", "W8A8_SQ_PER_CHANNEL"),
     ),
     (
         "auto-round-4",

@@ -563,6 +563,14 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert any(isinstance(module, lowbit.LowbitLinear) for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek3", "qwen3next", "bert"])
+def test_models_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model = lowbit.from_gguf(written(CASES[name], dense_model(CASES[name]), tmp_path / "m.gguf"), dtype=torch.float16)
+    model.save_pretrained(tmp_path / "saved")
+    auto = transformers.AutoModel if CASES[name].encodes else transformers.AutoModelForCausalLM
+    assert torch.equal(logits(auto.from_pretrained(tmp_path / "saved")), logits(model))
+
+
 def test_every_architecture_is_tested() -> None:
     others = {"llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma3"}  # test_gguf_model.py, test_gguf_experts.py
     assert {gguf.MODEL_ARCH_NAMES[case.arch] for case in CASES.values()} | others == KNOWN.keys()
