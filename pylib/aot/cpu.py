@@ -24,10 +24,8 @@ def cpu_to_dicts(spec: MatmulSpec, name: str, files: Files) -> list[dict[str, An
     """Returns the description of each level in terms of JSON, the least first, and adds its code to the files. Experts
     are multiplied one by one, by programs for the weight of one.
 
-    Raises SpecError for experts by ids and for experts with outliers, which have no programs.
+    Raises SpecError for experts with outliers, which have no programs.
     """
-    if spec.top_k:
-        raise SpecError(f"({spec}) has ids of experts, which a CPU does not read: export it without top_k=")
     if spec.experts > 1 and spec.outliers:  # whose lines are those of all experts
         raise SpecError(f"({spec}) has outliers, which are not cut by expert: export a matmul per expert for a CPU")
     return [_Level(spec, level, name, files).to_dict() for level in LEVELS]
@@ -47,6 +45,7 @@ class _Level:
         return {
             "target": self.level,
             "level": LEVELS[self.level],
+            "top_k": self.spec.top_k.to_dict() if self.spec.top_k else None,
             "operands": list(one.call_operands),
             "ranges": list(self._ranges()),
             "dequantize": self._described("dequantize", self._load(one, "dequantize"), 0),
@@ -54,7 +53,7 @@ class _Level:
 
     def _one(self, spec: MatmulSpec) -> MatmulSpec:
         """Returns the spec of one expert, whose columns are in order."""
-        return replace(spec, n=spec.n // spec.experts, experts=1, permuted=False)
+        return replace(spec, n=spec.n // spec.experts, experts=1, top_k=None, permuted=False)
 
     def _ranges(self) -> Iterator[dict[str, Any]]:
         """Yields the number of rows of a call from which programs serve, what x is quantized to, and the programs."""

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.signature import WORKSPACE, Extent, Param
 from lowbit.dialect.spec import Act, MatmulSpec
@@ -21,6 +22,7 @@ from lowbit.passes.kernels.permute.family import default_schedule as permute_sch
 from lowbit.passes.kernels.quantize.family import default_schedule as quantize_schedule
 from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_of, request
+from lowbit.passes.kernels.top_k_experts.family import TopKExperts, least_schedule
 from lowbit.passes.scheduling.choice import Chooser
 from lowbit.passes.target import Target
 from lowbit.pylib.aot.files import Files
@@ -78,6 +80,7 @@ class _Exporter:
         """Yields first and last row of ranges (None: without end), the spec by which they are computed, the launches
         with their token tiles, and whether the last is repeated until all rows are multiplied."""
         if self.spec.top_k:
+            _check_ids(self.spec, self.target)
             made = request(self.spec, self.target, Chooser(self.spec, self.target).schedule(1))
             yield 1, None, self.spec, [(1, made)], False
             return
@@ -208,6 +211,18 @@ def ranges_of(
         takes_any = family_of(launches[-1][1].schedule).takes_any_tokens
         repeats = rows.last is None and not takes_any and choices.spec.experts == 1
         yield rows.first, rows.last, choices.spec, launches, repeats
+
+
+def _check_ids(spec: MatmulSpec, target: Target) -> None:
+    """Raises SpecError where no kernel reads ids of experts."""
+    try:
+        TopKExperts().check(spec, least_schedule(spec), target)
+    except SpecError as error:
+        reason = str(error).removeprefix("schedule: ")
+        raise SpecError(
+            f"({spec}) is not exported for {target}: {reason}; for this target export it with top_k=None, for rows "
+            "sorted by expert"
+        ) from None
 
 
 def arrays_of(spec: MatmulSpec) -> list[dict[str, Any]]:

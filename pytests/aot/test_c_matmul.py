@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 
@@ -15,6 +16,7 @@ from torch import Tensor
 import lowbit
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.top_k import TopK
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.aot.cpu import LEVELS
 from lowbit.pylib.experts.routing import route
@@ -23,7 +25,7 @@ from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.runtime.cpu_experts import ALL_SLOTS
 from lowbit.pylib.runtime.expert_matmul import expert_matmul
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights.packed import pack
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 S = MatmulSpec
 SPECS = {
@@ -129,6 +131,67 @@ def test_experts(of_experts: Path, name: str) -> None:
         expected = expert_matmul(w.spec, parse_target("cpu"))(x, routing.rows, routing.tiles, w.tensors, ALL_SLOTS)
         assert torch.equal(y[:79], expected[:79]) and y[79].isnan().all()
         assert torch.equal(c.dequantize(w.tensors, torch.zeros(spec.n, spec.k, dtype=x.dtype)), w.dequantize(x.dtype))
+
+
+BY_IDS = {
+    "each": S(4 * 48, 96, "u4", group_size=32, zeros="int", bias=True, experts=4, top_k=TopK(2, ids="i32")),
+    "gated": S(4 * 32, 96, "nf4", group_size=32, experts=4, epilogue="silu_mul", act="bf16", top_k=TopK(3)),
+    "added": S(4 * 32, 160, "i3", group_size=32, experts=4, top_k=TopK(3, weights="f32")),
+    "added_in_bf16": S(4 * 32, 96, "u4", group_size=32, experts=4, act="bf16", top_k=TopK(2, weights="bf16")),
+    "added_in_f32": S(4 * 32, 96, "u4", group_size=32, experts=4, out="f32", top_k=TopK(2, "i32", "f16")),
+}
+
+
+@pytest.fixture(scope="module")
+def by_ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("by_ids")
+    lowbit.export(BY_IDS, "cpu", path)
+    return path
+
+
+def random_ids(spec: MatmulSpec, tokens: int) -> tuple[Tensor, list[Tensor]]:
+    """Returns ids [tokens, count], of which some are of no expert here, and the inputs of a call."""
+    assert spec.top_k
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, spec.experts + 1, (tokens, spec.top_k.count), generator=generator)
+    ids[0] = -1
+    inputs = [ids.to(torch.int32 if spec.top_k.ids == "i32" else torch.int64)]
+    if kind := spec.top_k.weights:
+        inputs.append(torch.rand(ids.shape, generator=generator).to(TORCH[kind]))
+    return ids, inputs
+
+
+def of_each_id(spec: MatmulSpec, ids: Tensor, x: Tensor, w: PackedWeight) -> Tensor:
+    """Returns what the expert of each id makes of its row of x, alone as Python runs it; NaN where it is elsewhere."""
+    one = CpuMatmul(replace(spec, n=spec.n // spec.experts, experts=1, top_k=None))
+    found = torch.full((ids.numel(), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
+    for slot, expert in enumerate(ids.flatten().tolist()):
+        if 0 <= expert < spec.experts:
+            found[slot] = one.matmul(x[slot : slot + 1], [t.chunk(spec.experts)[expert] for t in w.tensors])
+    return found
+
+
+@pytest.mark.parametrize("name", BY_IDS)
+def test_experts_by_ids(by_ids: Path, name: str) -> None:
+    """7 tokens, of which the first has no expert here."""
+    spec = BY_IDS[name]
+    ids, inputs = random_ids(spec, 7)
+    x, tensors = random_inputs(replace(spec, top_k=None), ids.numel() if len(inputs) == 2 else 7)
+    w = pack(replace(spec, top_k=None), **tensors)
+    each = of_each_id(spec, ids, x if len(inputs) == 2 else x.repeat_interleave(ids.shape[1], 0), w)
+    y = torch.full((7 if len(inputs) == 2 else ids.numel(), spec.outputs), torch.nan, dtype=each.dtype)
+    with CMatmul(by_ids, name) as c:
+        assert c.expert_tile(7) == 0
+        c.multiply(x, w.tensors, y, inputs)
+        with pytest.raises(Failed, match=r"x_rows=\d+ and m=\d+ must be"):
+            c.multiply(x[:3], w.tensors, y, inputs)
+    if len(inputs) == 1:
+        assert torch.equal(y.nan_to_num(7.0), each.nan_to_num(7.0)) and y[0].isnan().all()
+        return
+    sums = torch.zeros(7, spec.outputs)
+    for place, row in enumerate(each.view(7, -1, spec.outputs).unbind(1)):
+        sums += row.float().nan_to_num(0.0) * inputs[1][:, place : place + 1].float()
+    assert torch.equal(y, sums.to(y.dtype)) and not y[0].any()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from lowbit.pylib.aot.export import default_name
 from lowbit.pylib.cli.main import app
 
 SPEC = MatmulSpec(16, 32, "u4", group_size=16)
+ADDED = MatmulSpec(32, 32, "u4", experts=2, top_k=TopK(1, weights="f32"))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ SPEC = MatmulSpec(16, 32, "u4", group_size=16)
         (SPEC, "sm_1", TargetError, "unknown target 'sm_1'"),
         (SPEC, "emulator:sm_80", TargetError, "target emulator:sm_80 is not exported; name the GPU: 'sm_80'"),
         (MatmulSpec(32, 32, "u4", experts=2, outliers=True), "cpu", SpecError, "outliers, which are not cut by expert"),
-        (MatmulSpec(32, 32, "u4", experts=2, top_k=TopK(1)), "cpu", SpecError, "export it without top_k="),
+        (ADDED, "sm_80", SpecError, "in clusters, which sm_80 does not have; for this target export .* top_k=None"),
     ],
 )
 def test_mistakes(specs: Any, targets: Any, error: type[Exception], message: str, tmp_path: Path) -> None:

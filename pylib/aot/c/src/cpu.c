@@ -2,7 +2,7 @@
  * the same words; each takes work until none is left (lowbit's passes/cpu/task.py). */
 #include <string.h>
 
-#include "internal.h"
+#include "numbers.h"
 
 enum { TICKET, PREPARED, WORKERS, ROWS_OF_X, PARTS, X_WORD, Y_WORD, SCRATCH, WORDS };
 enum { SLAB = 1024, LINE = 64, PARTS_OF_A_THREAD = 4, WORTH_A_TEAM = 1 << 19 };
@@ -47,6 +47,19 @@ static const cpu_range *range_for(const lowbit_matmul *h, int64_t m) {
     return m < last->first ? h->of_rows : last;
 }
 
+static number_type type_of(json name) { return json_is(name, "bf16") ? BF16 : json_is(name, "f32") ? F32 : F16; }
+
+static void read_types(lowbit_matmul *h) {
+    json x = json_first(json_member(h->about, "arrays")), top_k = json_member(h->target, "top_k");
+    h->of_x = type_of(json_member(x, "type"));
+    h->of_y = type_of(json_member(json_next(x), "type"));
+    if (!top_k || *top_k == 'n') return;
+    json weights = json_member(top_k, "weights");
+    h->top_k = json_integer(json_member(top_k, "count"));
+    h->wide_ids = json_is(json_member(top_k, "ids"), "i64");
+    h->adds_up = weights != NULL, h->of_weights = type_of(weights);
+}
+
 int cpu_open(lowbit_matmul *h, json targets) {
     int code = LOWBIT_OK, level = level_of_this_machine();
     for (json t = json_first(targets); t; t = json_next(t)) {
@@ -59,7 +72,7 @@ int cpu_open(lowbit_matmul *h, json targets) {
     for (json r = json_first(json_member(h->target, "ranges")); r && h->cpu_ranges < 2 && !code; r = json_next(r))
         code = read_range(h, r, &h->of_rows[h->cpu_ranges++]);
     if (!code) code = read_program(h, json_member(h->target, "dequantize"), &h->dequantizer);
-    h->bf16 = json_is(json_member(json_first(json_member(h->about, "arrays")), "type"), "bf16");
+    read_types(h);
     for (json o = json_first(json_member(h->target, "operands")); o && h->operands < MOST_ARRAYS; o = json_next(o)) {
         int array = array_named(h, o);
         if (array < 0)
@@ -96,15 +109,20 @@ static int64_t copied_bytes(const lowbit_matmul *h, const cpu_range *r, int64_t 
 /* And for the scales of rows in 8 bits, behind them. */
 static int64_t scales_bytes(const cpu_range *r, int64_t rows) { return r->in ? lines(rows * 4) : 0; }
 
+/* Bytes for what one of a token's experts makes of it, and for the sums of them all, in f32. */
+static int64_t part_bytes(const lowbit_matmul *h) { return h->adds_up ? lines(h->row_bytes[Y]) : 0; }
+static int64_t sums_bytes(const lowbit_matmul *h) { return h->adds_up ? lines(4 * h->outputs) : 0; }
+static int64_t slots_of(const lowbit_matmul *h, int64_t m) { return h->adds_up ? m * h->top_k : m; }
+
 int64_t cpu_workspace(const lowbit_matmul *h, int64_t m) {
-    int64_t rows = m < SLAB ? m : SLAB, most = 0;
-    for (const cpu_range *r = h->of_rows; r <= range_for(h, m); r++) /* calls of fewer rows take the same workspace */
+    int64_t rows = h->top_k ? 1 : m < SLAB ? m : SLAB, most = 0;
+    for (const cpu_range *r = h->of_rows; r <= range_for(h, slots_of(h, m)); r++) /* calls of fewer rows take the same workspace */
         for (const program *p = r->program; p < r->program + r->programs; p++) {
             int64_t bytes = scratch_bytes(p, p->most && rows > p->most ? p->most : rows, h->threads);
             bytes += copied_bytes(h, r, rows) + scales_bytes(r, rows);
             most = bytes > most ? bytes : most;
         }
-    return most;
+    return part_bytes(h) + sums_bytes(h) + most;
 }
 
 int64_t cpu_dequantize_workspace(const lowbit_matmul *h) {
@@ -121,9 +139,11 @@ static void call(void *argument) {
     w->run(w->words);
 }
 
-/* What a program multiplies: rows `first` and on of y, by the weight of an expert. */
+/* What a program multiplies: rows `first` and on of y, by the weight of an expert; rows_of_x: numbers of those that x has
+ * for them, NULL where they are the same. */
 typedef struct {
     int64_t expert, first, rows;
+    const int32_t *rows_of_x;
 } piece;
 
 /* scales: of the rows of x, for a program that has them. */
@@ -156,13 +176,12 @@ static const int32_t *columns_of(const lowbit_matmul *h, int64_t expert, char *c
 /* The rows of x of a piece, side by side, with columns, of two bytes each, in the order of the weight's: copied to the
  * workspace where x is not so, or where it is quantized there. */
 static const char *rows_of_x(const lowbit_matmul *h, const cpu_range *r, piece of, char *const *arrays) {
-    const int32_t *rows = h->experts > 1 ? (const int32_t *)arrays[TENSORS + h->tensors] : NULL;
     const int32_t *columns = columns_of(h, of.expert, arrays);
     const char *x = arrays[X];
     char *to = arrays[WORKSPACE];
-    if (!rows && !columns && !r->in) return x + of.first * h->row_bytes[X];
+    if (!of.rows_of_x && !columns && !r->in) return x + of.first * h->row_bytes[X];
     for (int64_t i = 0; i < of.rows; i++, to += h->row_bytes[X]) {
-        const char *from = x + (rows ? rows[of.first + i] : of.first + i) * h->row_bytes[X];
+        const char *from = x + (of.rows_of_x ? of.rows_of_x[i] : of.first + i) * h->row_bytes[X];
         if (!columns) memcpy(to, from, (size_t)h->row_bytes[X]);
         for (int64_t c = 0; columns && c < h->k; c++) memcpy(to + 2 * c, from + 2 * columns[c], 2);
     }
@@ -175,11 +194,12 @@ static void run_piece(const lowbit_matmul *h, const cpu_range *r, piece whole, c
     piece of = whole;
     for (int64_t end = whole.first + whole.rows; of.first < end; of.first += of.rows) {
         of.rows = end - of.first < SLAB ? end - of.first : SLAB;
+        if (whole.rows_of_x) of.rows_of_x = whole.rows_of_x + (of.first - whole.first);
         const char *x = rows_of_x(h, r, of, arrays);
         char *behind = arrays[WORKSPACE] + copied_bytes(h, r, of.rows);
         float *scales = (float *)behind;
         for (int64_t i = 0; r->in && i < of.rows; i++)
-            scales[i] = quantize_row((uint16_t *)(arrays[WORKSPACE] + i * h->row_bytes[X]), h->k, h->bf16, r->in);
+            scales[i] = quantize_row((uint16_t *)(arrays[WORKSPACE] + i * h->row_bytes[X]), h->k, h->of_x, r->in);
         run_program(h, p, of, x, scales, arrays[Y] + of.first * h->row_bytes[Y], arrays,
                     behind + scales_bytes(r, of.rows));
     }
@@ -208,14 +228,63 @@ static int run_experts(const lowbit_matmul *h, char *const *arrays, int64_t m, i
     int code = check_tiles(h, rows, tiles, m, x_rows);
     for (int64_t i = 1; i <= tiles[0] && !code; i++) {
         const int32_t *t = tiles + 3 * i;
-        run_piece(h, range_for(h, m), (piece){t[0], t[1], t[2] - t[1]}, arrays);
+        run_piece(h, range_for(h, m), (piece){t[0], t[1], t[2] - t[1], rows + t[1]}, arrays);
     }
     return code;
 }
 
+/* The expert of an id, negative where it is elsewhere. */
+static int64_t expert_at(const lowbit_matmul *h, const void *ids, int64_t i) {
+    int64_t id = h->wide_ids ? ((const int64_t *)ids)[i] : ((const int32_t *)ids)[i];
+    return id < h->experts ? id : -1;
+}
+
+/* Experts by ids, one row of x at a time: a row of y for each id, which is not written where its expert is elsewhere. */
+static void run_each(const lowbit_matmul *h, char *const *given, int64_t slots) {
+    char *arrays[MOST_ARRAYS];
+    memcpy(arrays, given, sizeof arrays);
+    for (int64_t slot = 0; slot < slots; slot++, arrays[Y] += h->row_bytes[Y]) {
+        int64_t expert = expert_at(h, given[TENSORS + h->tensors], slot);
+        int32_t row = (int32_t)(slot / h->top_k);
+        if (expert >= 0) run_piece(h, range_for(h, slots), (piece){expert, 0, 1, &row}, arrays);
+    }
+}
+
+/* The same added up, by weights and in the order of the ids: a row of y for each token. */
+static void run_sums(const lowbit_matmul *h, char *const *given, int64_t m) {
+    char *arrays[MOST_ARRAYS];
+    memcpy(arrays, given, sizeof arrays);
+    char *part = arrays[Y] = given[WORKSPACE];
+    float *sums = (float *)(part + part_bytes(h));
+    arrays[WORKSPACE] += part_bytes(h) + sums_bytes(h);
+    for (int64_t slot = 0; slot < m * h->top_k; slot++) {
+        int64_t expert = expert_at(h, given[TENSORS + h->tensors], slot), token = slot / h->top_k;
+        float weight = number_in(given[TENSORS + h->tensors + 1], slot, h->of_weights);
+        int32_t row = (int32_t)slot;
+        if (slot % h->top_k == 0) memset(sums, 0, sizeof *sums * (size_t)h->outputs);
+        if (expert >= 0) run_piece(h, range_for(h, m * h->top_k), (piece){expert, 0, 1, &row}, arrays);
+        for (int64_t c = 0; c < h->outputs && expert >= 0; c++) sums[c] += number_in(part, c, h->of_y) * weight;
+        for (int64_t c = 0; c < h->outputs && slot % h->top_k == h->top_k - 1; c++)
+            store_number(given[Y] + token * h->row_bytes[Y], c, h->of_y, sums[c]);
+    }
+}
+
+static int run_ids(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows) {
+    int64_t slots = slots_of(h, m), rows = h->adds_up ? slots : slots / h->top_k;
+    if (slots % h->top_k || x_rows != rows || slots > INT32_MAX)
+        return fail(LOWBIT_BAD_ARGUMENT, "x_rows=%lld and m=%lld must be %s, for %lld ids of a token", (long long)x_rows,
+                    (long long)m, h->adds_up ? "ids and tokens" : "tokens and ids", (long long)h->top_k);
+    if (h->adds_up)
+        run_sums(h, arrays, m);
+    else
+        run_each(h, arrays, slots);
+    return LOWBIT_OK;
+}
+
 int cpu_run(const lowbit_matmul *h, char *const *arrays, int64_t m, int64_t x_rows) {
+    if (h->top_k) return run_ids(h, arrays, m, x_rows);
     if (h->experts > 1) return run_experts(h, arrays, m, x_rows);
-    run_piece(h, range_for(h, m), (piece){0, 0, m}, arrays);
+    run_piece(h, range_for(h, m), (piece){0, 0, m, NULL}, arrays);
     return LOWBIT_OK;
 }
 
@@ -247,7 +316,7 @@ int cpu_dequantize(const lowbit_matmul *h, char *const *arrays) {
     char *kept = arrays[WORKSPACE] + scratch_bytes(p, 0, h->threads);
     for (int64_t expert = 0; expert < h->experts; expert++) {
         char *w = arrays[Y] + expert * (h->n / h->experts) * (int64_t)bytes;
-        run_program(h, p, (piece){expert, 0, 0}, NULL, NULL, w, arrays, arrays[WORKSPACE]);
+        run_program(h, p, (piece){expert, 0, 0, NULL}, NULL, NULL, w, arrays, arrays[WORKSPACE]);
     }
     if (h->gated) restore_rows(h, arrays[Y], bytes, kept);
     if (h->permutation >= 0) restore_columns(h, arrays[Y], bytes, arrays, kept);

@@ -79,9 +79,10 @@ typedef struct {
 
 /* -- a CPU (cpu.c) */
 
+typedef enum { F16, BF16, F32 } number_type; /* numbers.h */
 typedef enum { NOT_QUANTIZED, I8, F8E4M3 } eight_bits;
 /* Quantizes a row of x in place, to values of 8 bits as f16; returns its scale. */
-float quantize_row(uint16_t *row, int64_t k, bool bf16, eight_bits type);
+float quantize_row(uint16_t *row, int64_t k, number_type of_x, eight_bits type);
 
 typedef struct {
     blob code;
@@ -123,7 +124,9 @@ struct lowbit_matmul {
     cpu_range of_rows[2];
     int cpu_ranges;
     program dequantizer;
-    bool bf16; /* whether x is */
+    number_type of_x, of_y, of_weights; /* the last of a router's weights */
+    int64_t top_k;                      /* ids of a token's experts; 0 where rows are sorted by expert */
+    bool wide_ids, adds_up;             /* ids of 64 bits; weights by which a token's experts are added up */
     int operand[MOST_ARRAYS], operands, permutation;
     int64_t row_blocks; /* of an expert */
     int threads;

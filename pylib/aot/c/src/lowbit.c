@@ -172,7 +172,7 @@ int lowbit_supports(const lowbit_matmul *h, int64_t m) {
 }
 
 int64_t lowbit_expert_tile(const lowbit_matmul *h, int64_t m) {
-    if (lowbit_supports(h, m) || h->experts < 2) return 0;
+    if (lowbit_supports(h, m) || h->experts < 2 || h->top_k) return 0;
     if (h->device == LOWBIT_CPU) return 1 << 30; /* all slots of an expert */
     const range *r = cuda_range(h, m > 1 ? m : 1);
     return r ? r->tile : 0;

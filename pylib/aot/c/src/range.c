@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "numbers.h"
 #include "packing.h"
 
 /* A tensor's numbers as they are stored: codes in bits of a byte, or numbers of a type. */
@@ -49,12 +50,6 @@ static numbers numbers_named(const lowbit_matmul *h, const char *role, const cha
 static level level_named(const lowbit_matmul *h, const char *name, const char *role, const void *const *weight) {
     return (level){numbers_named(h, name, "", weight), numbers_named(h, role, "_scales", weight),
                    numbers_named(h, role, "_zeros", weight), numbers_named(h, role, "_offsets", weight)};
-}
-
-static float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
 }
 
 /* The value of a number with so many bits of exponent and of mantissa, that is finite. */
