@@ -1,7 +1,9 @@
 """The kernel of attention for few tokens: each reads all of a cache that it may look at.
 
-    y[t, h] = sum over places i of p[i] values[h / group, i] / sum of p
-    p[i]    = exp(scale q[t, h] . keys[h / group, i])
+    y[t, h] = sum over places i of p[i] values[h / group, i] / (sum of p + exp(sinks[h]))
+    p[i]    = exp(s + mask[t, i])       s = scale q[t, h] . keys[h / group, i],  or cap tanh of it / cap
+
+Sinks, a cap and a mask are as a model has them: without sinks there is nothing besides the sum of p.
 
 A block has a token, queries that share a key, and a part of the places: so it reads a key once for all of them. Groups
 of 8 to 32 lanes, the *streams*, go through their places side by side. Each has its own running maximum, sum and output
@@ -49,6 +51,9 @@ class AttentionPlan:
     parts     blocks that share the places of a token
     masked    whether there is a mask
     tokens    the most of a launch, where that does not follow from the parts of a token
+    added     whether the mask's numbers, of the element's type, are added to products; else it is of bytes
+    sinks     whether every query has a sink
+    capped    whether products have a cap
     """
 
     heads: Heads
@@ -56,6 +61,9 @@ class AttentionPlan:
     parts: int = 1
     masked: bool = False
     tokens: int = 0
+    added: bool = False
+    sinks: bool = False
+    capped: bool = False
 
     @property
     def queries(self) -> int:
@@ -87,11 +95,15 @@ def attention_program(plan: AttentionPlan) -> Program:
     Parameters: q and y [m, heads.queries * columns]; keys and values [batch, heads.keys, length, columns], to which the
     tokens' own have been appended; `held`, an i32: how many tokens there were before; m; `tokens`, those of a sequence;
     `length`; `scale`. A token looks at the places up to its own. With a mask, bytes [.., length], it looks only at
-    those that have one other than 0 in row `mask_rows` * its sequence + its place in it.
+    those that have one other than 0 in row `mask_rows` * its sequence + its place in it; a mask that is added has
+    numbers of the element's type there. With sinks, `sinks` [heads.queries]; with a cap, `cap` and `inverse_cap`, which
+    is 1 / cap.
     """
     names: dict[str, str] = dict.fromkeys(("q", "keys", "values", "held", "y"), "pointer")
     names |= dict.fromkeys(("m", "tokens", "length"), "i32") | {"scale": "f32"}
     names |= {"mask": "pointer", "mask_rows": "i32"} if plan.masked else {}
+    names |= {"sinks": "pointer"} if plan.sinks else {}
+    names |= {"cap": "f32", "inverse_cap": "f32"} if plan.capped else {}
     names |= {WORKSPACE: "pointer"} if plan.parts > 1 else {}
     grid = ("ceil(m / 1)", plan.blocks, plan.parts)
     p = Program("attention", THREADS, grid, names, workspace=plan.workspace)
@@ -193,8 +205,8 @@ class _Block:
                 here = first + (loop.index * _AHEAD + ahead) * step
                 keys, values = (self._numbers(tile) for tile in coming[:2])
                 coming = [*coming[2:], *self._load(here + _AHEAD * step, end)]
-                seen = self._seen(here, end)
-                states = [self._step(q, keys, values, seen, state) for q, state in zip(queries, states)]
+                seen, added = self._seen(here, end), self._added(here)
+                states = [self._step(q, keys, values, seen, added, state) for q, state in zip(queries, states)]
             loop.results = [*coming, *_flat(states)]
         return _states(loop.carried[2 * _AHEAD :])
 
@@ -227,22 +239,39 @@ class _Block:
         place = p.iota(0, layout) + p.splat(here, "i32", layout)
         shape = (self.streams, _PLACES, 1)
         inside = p.select(place < p.splat(end, "i32", layout), p.constant(1.0, "f32", layout), 0.0)
-        if self.plan.masked:
-            inside = p.mul(inside, self._mask(here, layout))
+        if self.plan.masked and not self.plan.added:
+            inside = p.mul(inside, p.cast(self._mask(here, "i8", layout), "f32", "unsigned"))
         return p.reshape(inside, shape)
 
-    def _mask(self, here: Scalar, layout: Layout) -> Tile:
-        """Returns bytes of the mask as numbers."""
+    def _added(self, here: Scalar) -> Tile | None:
+        """Returns what a mask adds to the products of a round [streams, places, 1]."""
+        if not self.plan.added:
+            return None
+        numbers = self.p.cast(self._mask(here, self.plan.element, self.rows.reduce((1,))), "f32")
+        return self.p.reshape(numbers, (self.streams, _PLACES, 1))
+
+    def _mask(self, here: Scalar, element: str, layout: Layout) -> Tile:
+        """Returns a round's part of the mask."""
         p = self.p
         row = self.token // p["tokens"] * p["mask_rows"] + self.token % p["tokens"]
         base = row * p["length"]
-        view = p.global_view(p["mask"], "i8", (-1, 1), sizes=[base + p["length"]])
-        return p.cast(p.load(view, (base + here, 0), layout, ("zero", "none")), "f32", "unsigned")
+        view = p.global_view(p["mask"], element, (-1, 1), sizes=[base + p["length"]])
+        return p.load(view, (base + here, 0), layout, ("zero", "none"))
 
-    def _step(self, query: Tile, keys: Tile, values: Tile, seen: Tile, state: _State) -> _State:
+    def _capped(self, products: Tile) -> Tile:
+        """Returns cap * tanh(products / cap), by an exponential: `tanh.approx` is as exact as f16."""
+        p = self.p
+        inverse, cap = (p.splat(p[name], "f32", products.layout) for name in ("inverse_cap", "cap"))
+        power = p.exp(p.mul(p.mul(products, inverse), 2.0))
+        return p.mul(cap, p.sub(1.0, p.div(2.0, p.add(power, 1.0))))
+
+    def _step(
+        self, query: Tile, keys: Tile, values: Tile, seen: Tile, added: Tile | None, state: _State
+    ) -> _State:
         """Returns what a stream knows of a query after another round."""
-        p, seen_at = self.p, seen > 0.0
-        products = p.select(seen_at, p.reduce(p.mul(keys, query), 2), _LEAST)
+        p, seen_at, products = self.p, seen > 0.0, self.p.reduce(self.p.mul(keys, query), 2)
+        products = self._capped(products) if self.plan.capped else products
+        products = p.select(seen_at, products if added is None else p.add(products, added), _LEAST)
         most = p.max(state.most, p.reduce(products, 1, "max"))
         before, weight = p.exp(state.most - most), p.mul(p.exp(products - most), seen)
         total = p.fma(state.total, before, p.reduce(weight, 1))
@@ -292,10 +321,20 @@ class _Block:
     def _store(self, state: _State) -> None:
         """Writes the outputs of the queries."""
         p, heads = self.p, self.heads
+        state = self._with_sinks(state) if self.plan.sinks else state
         y = p.cast(p.div(state.output, p.max(state.total, _TINY)), self.plan.element)
         row = self._row(0)
         view = p.global_view(p["y"], self.plan.element, (-1, 1, heads.columns), sizes=[row + self.queries])
         p.store(y, view, (row, 0, 0), _WRITTEN)
+
+    def _with_sinks(self, state: _State) -> _State:
+        """Returns a state whose total has the exponentials of the queries' sinks."""
+        p, first = self.p, self.number * self.queries
+        view = p.global_view(p["sinks"], self.plan.element, (-1, 1, 1), sizes=[first + self.queries])
+        sinks = p.cast(p.load(view, (first, 0, 0), state.most.layout, _INSIDE), "f32")
+        most = p.max(state.most, sinks)
+        before = p.exp(state.most - most)
+        return _State(most, p.fma(state.total, before, p.exp(sinks - most)), p.mul(state.output, before))
 
     def _row(self, number: int) -> Scalar:
         """Returns the place of one of the block's queries among those of all tokens."""

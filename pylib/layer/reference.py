@@ -3,11 +3,22 @@ has."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowbit.pylib.runtime.batch_invariant import MODE
+
+
+@dataclass
+class Norm:
+    """A root-mean-square norm: gain [hidden], and what is added to it."""
+
+    gain: Tensor
+    eps: float
+    shift: float = 0.0
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float, shift: float) -> Tensor:
@@ -17,10 +28,22 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float, shift: float) -> Tensor:
     return (wide * factor * (gain.float() + shift)).to(x.dtype)
 
 
+def join(
+    x: Tensor, residual: Tensor, scale: float, norm: Norm | None, following: Norm | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns y = residual + scale * norm(x) in x's type, and the following norm of y, if there is one."""
+    wide = rms_norm(x.float(), norm.gain, norm.eps, norm.shift) if norm else x.float()
+    y = (residual.float() + scale * wide).to(x.dtype)
+    return y, rms_norm(y, following.gain, following.eps, following.shift) if following else None
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns heads [b, t, heads, columns] that are rotated by cos and sin [b, t, columns], in f32."""
-    a, b = x.float().chunk(2, -1)
-    return x.float() * cos.float()[:, :, None] + torch.cat([-b, a], -1) * sin.float()[:, :, None]
+    """Returns heads [b, t, heads, columns] whose first columns are rotated by cos and sin [b, t, columns or fewer], in
+    f32."""
+    turned, rest = x.float().tensor_split([cos.shape[-1]], -1)
+    a, b = turned.chunk(2, -1)
+    found = turned * cos.float()[:, :, None] + torch.cat([-b, a], -1) * sin.float()[:, :, None]
+    return torch.cat([found, rest], -1)
 
 
 def appended(cache: Tensor, new: Tensor, held: Tensor) -> None:
@@ -36,13 +59,27 @@ def appended(cache: Tensor, new: Tensor, held: Tensor) -> None:
     cache[:, :, inside] = values
 
 
+def drop_first(keys: Tensor, values: Tensor, held: Tensor) -> None:
+    """Moves the tokens of a full cache [b, heads, length, columns] up by one place, and makes `held` length - 1."""
+    for cache in (keys, values):
+        cache[:, :, :-1] = cache[:, :, 1:].clone()
+    held.fill_(keys.shape[2] - 1)
+
+
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, held: Tensor, mask: Tensor | None, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    held: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Returns what each query [b, t, queries, columns] makes of the values of the places up to its own
     [b, t, queries, columns]; within `lowbit.batch_invariant` token by token."""
     if MODE.on and q.shape[0] * q.shape[1] > 1:
-        return _by_token(q, keys, values, held, mask, scale)
+        return _by_token(q, keys, values, held, mask, scale, sinks, cap)
     if not held.is_cuda:  # else it would have to be waited for
         end = min(int(held) + q.shape[1], keys.shape[2])
         keys, values, mask = keys[:, :, :end], values[:, :, :end], None if mask is None else mask[..., :end]
@@ -50,14 +87,39 @@ def attention(
     own = held.reshape(1, 1) + torch.arange(q.shape[1], device=q.device)[:, None]
     seen = places[None] <= own
     if mask is not None:
-        seen = seen & mask
-    each = (tensor.float() for tensor in (q.transpose(1, 2), keys, values))
-    y = scaled_dot_product_attention(*each, attn_mask=seen, scale=scale, enable_gqa=True)
+        seen = seen & mask if mask.dtype is torch.bool else mask.float().masked_fill(~seen, -torch.inf)
+    queries, keys, values = q.transpose(1, 2).float(), keys.float(), values.float()
+    if sinks is None and not cap:
+        y = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)
+    else:
+        y = _with_sinks(queries, keys, values, seen, scale, sinks, cap)
     return y.transpose(1, 2).to(q.dtype)
 
 
+def _with_sinks(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, sinks: Tensor | None, cap: float
+) -> Tensor:
+    """Returns attention of queries [b, queries, t, columns] whose products have a cap, and which have sinks."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+    products = scale * q @ keys.transpose(2, 3)
+    products = cap * torch.tanh(products / cap) if cap else products
+    products = products.masked_fill(~seen, -torch.inf) if seen.dtype is torch.bool else products + seen
+    if sinks is not None:
+        rest = sinks.float().reshape(1, -1, 1, 1).expand(*products.shape[:3], 1)
+        products = torch.cat([products, rest], -1)
+    return products.softmax(-1)[..., : keys.shape[2]] @ values
+
+
 def _by_token(
-    q: Tensor, keys: Tensor, values: Tensor, held: Tensor, mask: Tensor | None, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    held: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    cap: float,
 ) -> Tensor:
     """Returns `attention`, called for each token alone."""
     y = torch.empty_like(q)
@@ -66,5 +128,6 @@ def _by_token(
         of_batch = None if mask is None else mask[one] if mask.shape[0] > 1 else mask
         for t in range(q.shape[1]):
             of_token = None if of_batch is None else of_batch[:, :, t : t + 1]
-            y[one, t : t + 1] = attention(q[one, t : t + 1], keys[one], values[one], held + t, of_token, scale)
+            given = q[one, t : t + 1], keys[one], values[one], held + t, of_token
+            y[one, t : t + 1] = attention(*given, scale, sinks, cap)
     return y

@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowbit
 from lowbit import LowbitLinear, QuantConfig
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.attention import AttentionPlan, attention_program
 from lowbit.passes.kernels.rope import Heads
+from lowbit.passes.kernels.shift import shift_program
 from lowbit.passes.pipeline import lower_program
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.layer import by_kernel, reference
 
 TARGET = "emulator:sm_90a"
+TARGETS = [TARGET, "emulator:sm_80", "cpu"]
 TYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 
 
@@ -57,6 +60,28 @@ def test_norm_counts(target: str, kind: torch.dtype) -> None:
     found = by_kernel.rms_norm(x, numbers(64), 1e-5, 0.0, target, counter[:1], 3)
     assert counter.tolist() == [8, 9]
     assert torch.equal(found, by_kernel.rms_norm(x, numbers(64), 1e-5, 0.0, target))
+
+
+@TYPES
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("hidden", [64, 2880])
+def test_join(hidden: int, normed: bool, target: str, dtype: torch.dtype) -> None:
+    x, residual = numbers(2, 1, hidden, dtype=dtype), numbers(2, 1, hidden, dtype=dtype, seed=1)
+    gains = [numbers(hidden, dtype=dtype, seed=seed) for seed in (2, 3)]
+    norm, following = reference.Norm(gains[0], 1e-5, 1.0), reference.Norm(gains[1], 1e-6, 0.5)
+    counter = torch.tensor([5, 9])
+    given = x, residual, 0.25, norm if normed else None, target
+    y, h = by_kernel.join(*given, following, counter[:1], 3)
+    assert h is not None and counter.tolist() == [8, 9]
+    wide = x.double()
+    if normed:
+        wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (gains[0].double() + 1)
+    assert_rounded(y, residual.double() + 0.25 * wide)
+    exact = y.double() / (y.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * (gains[1].double() + 0.5)
+    assert_rounded(h, exact)
+    alone, nothing = by_kernel.join(*given)
+    assert torch.equal(alone, y) and nothing is None
 
 
 def test_sizes_that_no_norm_kernel_has() -> None:
@@ -99,6 +124,42 @@ def test_rope_is_that_of_transformers() -> None:
     expected = llama.apply_rotary_pos_emb(heads[:, :2], heads[:, 2:3], cos, sin)
     torch.testing.assert_close(q.unflatten(-1, (-1, 64)).transpose(1, 2), expected[0])
     torch.testing.assert_close(keys[:, :, 1:4], expected[1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("columns", "turned", "repeated"),
+    [(128, 96, True), (64, 32, True), (64, 64, False), (128, 32, False), (64, 0, True), (80, 16, True)],
+)
+def test_rotation_of_some_columns(columns: int, turned: int, repeated: bool, target: str) -> None:
+    """The first columns of a head are rotated, the others left; cos and sin may have one half."""
+    x, half = numbers(2, 2, 4 * columns), numbers(2, 2, turned // 2, seed=1)
+    given = torch.cat([half, half], -1) if repeated else half
+    turn = (given, given.flip(0)) if turned else (None, None)
+    cache = [torch.zeros(2, 1, 5, columns, dtype=torch.bfloat16) for _ in range(2)]
+    gains = numbers(columns, seed=3), numbers(columns, seed=4)
+    q = by_kernel.rope(x, *turn, gains, *cache, torch.tensor(1), 1e-6, 1.0, target, repeated)
+    heads = x.double().unflatten(-1, (-1, columns))
+    normed = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = list[Tensor]()
+    for each, gain in zip((normed[:, :, :2], normed[:, :, 2:3]), gains):
+        a, b, rest = (each * (gain.double() + 1)).split((turned // 2, turned // 2, columns - turned), -1)
+        cos, sin = half.double()[:, :, None], half.double().flip(0)[:, :, None]
+        expected.append(torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1))
+    assert_rounded(q, expected[0].flatten(2))
+    assert_rounded(cache[0][:, :, 1:3], expected[1].transpose(1, 2))
+    assert torch.equal(cache[1][:, :, 1:3], x.unflatten(-1, (-1, columns))[:, :, 3:].transpose(1, 2))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("length", "columns"), [(5, 64), (256, 64), (300, 48), (2100, 16)])
+def test_a_full_cache_drops_its_first_token(length: int, columns: int, target: str) -> None:
+    cache = [numbers(2, 3, length, columns, seed=seed) for seed in (1, 2)]
+    before, held = [each.clone() for each in cache], torch.tensor([7, 9])
+    by_kernel.drop_first(*cache, held[:1], target)
+    assert held.tolist() == [length - 1, 9]
+    for each, old in zip(cache, before):
+        assert torch.equal(each[:, :, :-1], old[:, :, 1:])
 
 
 @pytest.mark.parametrize("target", [TARGET, "cpu"])
@@ -153,6 +214,59 @@ def test_attention_with_one_mask_for_all_sequences() -> None:
     assert_attends(2, 2, Heads(2, 1, 64), 70, torch.float16, masked=True, rows=1)
 
 
+def attention_in_f64(
+    q: Tensor, keys: Tensor, values: Tensor, end: int, mask: Tensor | None, sinks: Tensor | None, cap: float
+) -> Tensor:
+    """Returns what one token of each sequence makes of the first places [b, 1, queries * columns]."""
+    b, heads, _, columns = keys.shape
+    queries = q.double().unflatten(-1, (heads, -1, columns))[:, 0]  # [b, heads, group, columns]
+    products = queries @ keys[:, :, :end].double().transpose(2, 3) * columns**-0.5
+    products = cap * (products / cap).tanh() if cap else products
+    products = products if mask is None else products + mask[..., :end].double()
+    rest = [] if sinks is None else [sinks.double().view(1, heads, -1, 1).expand(b, -1, -1, 1)]
+    return (torch.cat([products, *rest], -1).softmax(-1)[..., :end] @ values[:, :, :end].double()).flatten(1)[:, None]
+
+
+CASES = [(target, 1, Heads(4, 2, 64), held) for target in TARGETS for held in (3, 150)]
+CASES += [(target, 3, Heads(7, 1, 64), 90) for target in (TARGET, "cpu")] + [(TARGET, 64, Heads(2, 1, 64), 3)]
+
+
+@pytest.mark.parametrize(("target", "b", "heads", "held"), CASES)
+@pytest.mark.parametrize(
+    ("sunk", "cap", "added"), [(True, 0.0, False), (False, 3.0, False), (False, 0.0, True), (True, 2.0, True)]
+)
+def test_attention_with_sinks_caps_and_numbers_as_a_mask(
+    target: str, b: int, heads: Heads, held: int, sunk: bool, cap: float, added: bool
+) -> None:
+    q = 3 * numbers(b, 1, heads.queries * heads.columns)
+    keys, values = (numbers(b, heads.keys, 200, heads.columns, seed=seed) for seed in (1, 2))
+    sinks, mask = numbers(heads.queries, seed=3) * 2 if sunk else None, None
+    if added:
+        mask = torch.where(numbers(b, 1, 1, 200, seed=4) > 1, torch.finfo(q.dtype).min, numbers(b, 1, 1, 200, seed=5))
+    found = by_kernel.attention(q, keys, values, torch.tensor(held), mask, heads.columns**-0.5, target, sinks, cap)
+    exact = attention_in_f64(q, keys, values, held + 1, mask, sinks, cap)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-10)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_token_that_may_look_at_nothing_but_its_sink(target: str) -> None:
+    q, cache = numbers(1, 1, 128), numbers(1, 1, 40, 64)
+    for mask in (torch.full((1, 1, 1, 40), -torch.inf).bfloat16(), torch.zeros(1, 1, 1, 40, dtype=torch.bool)):
+        y = by_kernel.attention(q, cache, cache, torch.tensor(20), mask, 1.0, target, numbers(2, seed=1))
+        assert torch.equal(y, torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("target", [TARGET, "cpu"])
+def test_attention_with_sinks_has_equal_bits_for_any_number_of_tokens(target: str) -> None:
+    q, keys, values = numbers(3, 2, 4 * 64), numbers(3, 2, 90, 64, seed=1), numbers(3, 2, 90, 64, seed=2)
+    sinks = numbers(4, seed=3)
+    with lowbit.batch_invariant():
+        whole = by_kernel.attention(q, keys, values, torch.tensor(70), None, 0.1, target, sinks, 5.0)
+        for b in range(3):
+            given = q[b : b + 1, 1:], keys[b : b + 1], values[b : b + 1], torch.tensor(71), None
+            assert torch.equal(by_kernel.attention(*given, 0.1, target, sinks, 5.0), whole[b : b + 1, 1:])
+
+
 def test_attention_counts_zero_again() -> None:
     """A second launch finds the workspace as the first did."""
     for held in (60, 190):
@@ -169,11 +283,18 @@ def test_columns_that_no_attention_kernel_has(columns: int) -> None:
 
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(32, 4, 128), Heads(28, 4, 128), Heads(8, 4, 256)], ids=str)
 @pytest.mark.parametrize("parts", [1, 16])
-def test_attention_spills_no_registers(heads: Heads, parts: int) -> None:
-    program = partial(attention_program, AttentionPlan(heads, "bf16", parts, masked=True))
-    kernel = lower_program(program, parse_target("sm_90a"))
+@pytest.mark.parametrize("more", [False, True])
+def test_attention_spills_no_registers(heads: Heads, parts: int, more: bool) -> None:
+    plan = AttentionPlan(heads, "bf16", parts, masked=True, added=more, sinks=more, capped=more)
+    kernel = lower_program(partial(attention_program, plan), parse_target("sm_90a"))
     used = resource_usage(kernel.ptx, kernel.target)
     assert used.spill_stores <= 64 and used.registers <= 255
+
+
+@pytest.mark.parametrize(("length", "columns"), [(128, 64), (1024, 256), (4096, 128)])
+def test_a_cache_that_moves_is_held_in_registers(length: int, columns: int) -> None:
+    kernel = lower_program(partial(shift_program, length, columns, "bf16"), parse_target("sm_90a"))
+    assert resource_usage(kernel.ptx, kernel.target).spill_stores == 0
 
 
 def test_memory_on_a_gpu_is_asked_for_by_tuples(monkeypatch: pytest.MonkeyPatch) -> None:
