@@ -203,8 +203,8 @@ class LowbitQuantizer(HfQuantizer):
             self._check_given(given | model.all_tied_weights_keys.keys())
         if self.pre_quantized and checkpoint is not None:
             place_fused(model, saved)
-            chain_placed(model)
             multiply_as_saved(model, saved)
+            chain_placed(model, saved)
             compare(model, saved)
             fit_lengths(model, checkpoint)
 

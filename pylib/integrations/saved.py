@@ -137,7 +137,7 @@ def place_saved(
     fused = dict(low_bit_layers(model))
     placement = placed({name: name for name in specs if name not in fused}, modules, "the checkpoint")
     place_empty(model, placement, specs, rotations)
-    chain_placed(model)
+    chain_placed(model, specs)
 
 
 def place_empty(

@@ -1,8 +1,8 @@
 """Decoder layers whose launches follow each other without a gap when they decode: a part of `lowbit.fuse_`.
 
 A decoder layer of transformers gets a class of its own. Its forward runs `pylib.layer.decode` where that computes the
-same: for few tokens, without gradients, with a static cache and a mask of bools. Everything else, prompts above all,
-goes the way of the class before. What decides is looked at in every call, so an adapter, a hook or another kind of
+same: for few tokens, without gradients, with a static cache and a mask. Everything else, prompts above all, goes
+the way of the class before. What decides is looked at in every call, so an adapter, a hook or another kind of
 cache that comes later takes the layer back to that way. Nothing is kept between calls but the layer's own modules.
 
 The gated network's rows are stored so that its kernel applies the activation (`GatedLinear`), whichever way it goes.
@@ -12,35 +12,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.epilogue import Epilogue
-from lowbit.dialect.errors import PackError, SpecError
+from lowbit.dialect.errors import PackError, QuantizeError, SpecError
 from lowbit.pylib.layer.by_kernel import MOST_ROWS
-from lowbit.pylib.layer.decode import Attention, Norm, Places, attend, feed_forward, normed_after
+from lowbit.pylib.layer.decode import (
+    Attention,
+    Joint,
+    Norm,
+    Places,
+    feed_forward,
+    heads_of,
+    joined,
+    joined_after,
+    normed_after,
+)  # fmt: skip
+from lowbit.pylib.nn.decoder_forms import ATTENTION, PLAIN, Facts, eps_of, facts_of, form_of, head_norms
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, change_order, gate_of, store_like
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
 
-KNOWN = (
-    "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
-    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
-    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
-    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer",
-)
-"""Decoder layers whose forward is norm, attention, sum, norm, feed-forward network, sum."""
-
-ATTENTION = ("sdpa", "lowbit_grouped")
-"""Names of attention whose masks say for each place whether it may be looked at: the latter is that of
-`lowbit bench-model`."""
-QKV, GATE_UP = "q_k_v_proj", "gate_up_proj"
-CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-_CACHE = "transformers.cache_utils.StaticLayer"
+BY = ("sdpa", "eager", "lowbit_grouped")
+"""Names of attention whose masks say for each place whether it may be looked at, or what is added to its product: the
+last is that of `lowbit bench-model`."""
+QKV, GATE_UP = ("q_k_v_proj", "qkv_proj"), "gate_up_proj"
+_CACHES = ("transformers.cache_utils.StaticLayer", "transformers.cache_utils.StaticSlidingWindowLayer")
+_COUNT = "cumulative_length_int"  # of the latter
 
 
 class ChainedLayer:
@@ -52,14 +54,21 @@ class GatedNetwork:
 
 
 def may_chain(module: nn.Module) -> bool:
-    """Tells whether a module is a decoder layer whose projections have become one layer."""
-    children = module._modules
-    return all(children.get(name) is not None for name in CHILDREN) and type(qkv_of(module)) is LowbitLinear
+    """Tells whether a module is a decoder layer whose projections are one layer."""
+    is_layer = type(module).__name__.endswith("DecoderLayer") or all(module._modules.get(e) for e in PLAIN.children)
+    return is_layer and module._modules.get(ATTENTION) is not None and type(qkv_of(module)) is LowbitLinear
+
+
+def children_of(layer: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the modules of a decoder layer."""
+    form = form_of(layer)
+    return form.children if form else tuple(layer._modules)
 
 
 def qkv_of(layer: nn.Module) -> nn.Module | None:
     """Returns the layer that projects to queries, keys and values, if there is one."""
-    return cast(nn.Module, layer._modules["self_attn"])._modules.get(QKV)
+    modules = _attention(layer)._modules
+    return next((modules[name] for name in QKV if modules.get(name) is not None), None)
 
 
 def chain_(layer: nn.Module, gate: bool = True) -> str:
@@ -69,16 +78,20 @@ def chain_(layer: nn.Module, gate: bool = True) -> str:
     """
     if reason := _why_not(layer):
         return reason
+    try:
+        facts = facts_of(layer)
+    except QuantizeError as error:
+        return str(error)
     if gate:
-        _gate(layer.get_submodule("mlp"))
-    layer.__class__ = _chained_class(type(layer))
+        _gate(layer.get_submodule(facts.form.network))
+    layer.__class__ = _chained_class(type(layer), facts=facts)
     return ""
 
 
 def unchain_(layer: nn.Module) -> None:
     """Gives a decoder layer the class that it had, and its gated network the order of rows."""
+    network = layer.get_submodule(cast(Any, layer).facts.form.network)
     layer.__class__ = type(layer).__mro__[1]
-    network = layer.get_submodule("mlp")
     if isinstance(network, GatedNetwork):
         if type(gate_up := network._modules[GATE_UP]) is GatedLinear:
             change_order(gate_up, Gate(cast(Epilogue, gate_up.spec.epilogue), gate_up.pairs))
@@ -88,9 +101,8 @@ def unchain_(layer: nn.Module) -> None:
 def _why_not(layer: nn.Module) -> str:
     """Returns why a decoder layer can't have a chain of launches, or ""."""
     kind = type(layer)
-    if f"{kind.__module__}.{kind.__qualname__}" not in KNOWN:
-        names = ", ".join(name.rpartition(".")[2] for name in KNOWN)
-        return f"how a {kind.__name__} decodes is not known; that of {names} is"
+    if form_of(layer) is None:
+        return f"how a {kind.__name__} decodes is not known; docs/howto/fastest-decode.md has the classes that are"
     if "forward" in vars(layer):
         return f"the forward of this {kind.__name__} was replaced by another"
     if type(out := _attention(layer)._modules.get("o_proj")) is not LowbitLinear:
@@ -103,7 +115,7 @@ def _why_not(layer: nn.Module) -> str:
 
 
 def _attention(layer: nn.Module) -> nn.Module:
-    return cast(nn.Module, layer._modules["self_attn"])
+    return cast(nn.Module, layer._modules[ATTENTION])
 
 
 # -- gated networks
@@ -126,9 +138,21 @@ def gate_network(network: nn.Module) -> None:
     network.__class__ = _gated_class(type(network))
 
 
+def gate_placed(network: nn.Module) -> None:
+    """Makes a layer gate_up_proj, which is empty, one whose weight is stored for an activation in the kernel, where a
+    class has it itself (Phi-3)."""
+    gate_up, gate = network._modules.get(GATE_UP), gate_of_network(network)
+    if type(gate_up) is LowbitLinear and gate:
+        if gate_up.spec.is_gated:
+            GatedLinear.of(gate_up, gate.pairs)
+        else:
+            change_order(gate_up, gate)
+        gate_network(network)
+
+
 def gate_of_network(network: nn.Module) -> Gate | None:
     """Returns what a network does to what gate_up_proj gives, where a kernel can do it."""
-    activation: Any = getattr(network, "act_fn", None)
+    activation: Any = getattr(network, "act_fn", None) or getattr(network, "activation_fn", None)
 
     def apply(h: Tensor) -> Tensor:
         gate, up = h.chunk(2, -1)
@@ -160,15 +184,21 @@ def _gated_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 @lru_cache(maxsize=None)
-def _chained_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _chained_class(cls: type[nn.Module], facts: Facts) -> type[nn.Module]:
     """Returns a class whose forward is a chain of launches where that computes what the forward of before does."""
 
-    def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if args or (at := _places(self, hidden_states, attention_mask, kwargs)) is None:
-            return cls.forward(self, hidden_states, attention_mask, *args, **kwargs)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = None if args else _cache(self, hidden_states, kwargs)
+        if cache is None:
+            return cls.forward(self, hidden_states, *args, **kwargs)
+        (cos, sin), mask = kwargs["position_embeddings"], kwargs["attention_mask"]
+        at = Places(cos, sin, cache.keys, cache.values, cache.cumulative_length, mask, _is_full(cache))
+        if hasattr(cache, _COUNT):
+            setattr(cache, _COUNT, getattr(cache, _COUNT) + hidden_states.shape[1])
         return _decode(self, hidden_states, at)
 
-    return subclass(cls, ChainedLayer, {"forward": forward}, _chained_class)
+    made_by = partial(_chained_class, facts=facts)
+    return subclass(cls, ChainedLayer, {"forward": forward, "facts": facts}, made_by)
 
 
 def subclass(cls: type[nn.Module], mark: type, own: Mapping[str, Any], made_by: Any) -> type[nn.Module]:
@@ -199,32 +229,67 @@ def _empty(made_by: Any, empty: Callable[..., nn.Module], given: tuple[Any, ...]
 
 def _decode(layer: Any, x: Tensor, at: Places) -> Tensor:
     """Returns the output of a layer, and appends to its cache."""
-    attention, network = layer.self_attn, cast(Any, layer.mlp)
-    norms = (_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
-    parts = Attention(attention.q_k_v_proj, attention.o_proj, attention.scaling, norms)
-    x = attend(x, _norm(layer.input_layernorm), parts, at)
-    h = normed_after(x, _norm(layer.post_attention_layernorm), at.held, x.shape[1])
+    facts: Facts = layer.facts
+    form, network = facts.form, layer._modules[facts.form.network]
+    before, after = ([_norm(layer, name) for name in names] for names in (form.before, form.after))
+    heads, out = heads_of(x, cast(Norm, before[0]), _attention_parts(layer), at), layer.self_attn.o_proj
+    counted = cast(Norm, before[1]), at.held, x.shape[1]
+    if facts.joins:
+        joints = [Joint(norm, getattr(layer, "residual_multiplier", 1.0)) for norm in after]
+        x, h = joined_after(out(heads), x, joints[0], *counted)
+        return joined(_first(network(h)), x, joints[1])
+    x = out.plus(heads, x)
+    h = normed_after(x, *counted)
     gate_up, down = (network._modules.get(name) for name in (GATE_UP, "down_proj"))
     if issubclass(type(network), GatedNetwork) and _is_plain(gate_up, GatedLinear) and _is_plain(down, LowbitLinear):
         return feed_forward(x, h, gate_up, down)
-    return x + network(h)
+    return x + _first(network(h))
 
 
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
+def _attention_parts(layer: Any) -> Attention:
+    """Returns the attention of a layer, with its tensors and numbers as they are now."""
+    facts, module = layer.facts, layer.self_attn
+    norms = [Norm(norm.weight, eps_of(norm), facts.shift) for norm in cast(list[Any], head_norms(module))]
+    return Attention(
+        cast(LowbitLinear, qkv_of(layer)),
+        module.o_proj,
+        module.scaling,
+        (norms[0], norms[1]) if norms else None,
+        getattr(module, "sinks", None),
+        getattr(module, "attn_logit_softcapping", None) or 0.0,
+        bool(getattr(module, "use_rope", True)),
+        facts.repeated,
+    )
 
 
-def _places(layer: Any, x: Tensor, mask: Any, given: Mapping[str, Any]) -> Places | None:
-    """Returns where the tokens of a call are; None for a call that a chain of launches is not for."""
+def _norm(layer: Any, name: str) -> Norm | None:
+    """Returns a layer's norm of a name; None for none."""
+    if not name:
+        return None
+    module = layer._modules[name]
+    return Norm(module.weight, eps_of(module), layer.facts.shift)
+
+
+def _first(given: Any) -> Tensor:
+    """Returns what a network computes, of those that return more: what a router has chosen."""
+    return given[0] if isinstance(given, tuple) else given
+
+
+# -- which calls are for a chain
+
+
+def _cache(layer: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
+    """Returns the part of a static cache that a call is to append to; None for a call that a chain of launches is not
+    for."""
     cache, turn = given.get("cache", given.get("past_key_values")), given.get("position_embeddings")
     few = x.ndim == 3 and x.shape[0] * x.shape[1] <= MOST_ROWS
     if layer.training or torch.is_grad_enabled() or not few or cache is None or turn is None:
         return None
     held = _static_layer(cache, layer.self_attn.layer_idx)
-    if held is None or not _is_as_fused(layer, x) or not _fits(layer, x, held, turn, mask):
+    if held is None or not _has_room(held, x.shape[1]):
         return None
-    cos, sin = turn
-    return Places(cos, sin, held.keys, held.values, held.cumulative_length, mask)
+    is_known = _is_as_fused(layer, x) and _fits(layer, x, held, turn, given.get("attention_mask"))
+    return held if is_known else None
 
 
 def _static_layer(cache: Any, index: int) -> Any:
@@ -234,27 +299,41 @@ def _static_layer(cache: Any, index: int) -> Any:
         return None
     found = layers[index]
     kind = type(found)
-    is_static = f"{kind.__module__}.{kind.__qualname__}" == _CACHE
+    is_static = f"{kind.__module__}.{kind.__qualname__}" in _CACHES
     counted = isinstance(getattr(found, "cumulative_length", None), Tensor)
     return found if is_static and counted and found.is_initialized else None
 
 
+def _has_room(held: Any, tokens: int) -> bool:
+    """Tells whether a cache of a window, which counts on the host as well, takes so many tokens: those that fit, or
+    one by one."""
+    count = getattr(held, _COUNT, None)
+    return count is None or count + tokens <= held.keys.shape[2] or (_is_full(held) and tokens == 1)
+
+
+def _is_full(held: Any) -> bool:
+    """Tells whether a cache of a window has all places in use, so that the next token takes that of the first."""
+    return hasattr(held, _COUNT) and getattr(held, _COUNT) >= held.keys.shape[2]
+
+
 def _fits(layer: Any, x: Tensor, held: Any, turn: tuple[Tensor, Tensor], mask: Any) -> bool:
     """Tells whether the tensors of a call are as the kernels read them."""
-    keys, values = held.keys, held.values
+    keys, values, qkv = held.keys, held.values, cast(LowbitLinear, qkv_of(layer))
     (b, t, _), (batch, heads, length, columns) = x.shape, keys.shape
-    inputs = layer.self_attn.q_k_v_proj.in_features, layer.self_attn.q_k_v_proj.out_features
-    queries = layer.self_attn.o_proj.in_features
+    queries, turned = layer.self_attn.o_proj.in_features, turn[0].shape[-1] * (1 if layer.facts.repeated else 2)
     return (
-        (batch, x.shape[2]) == (b, inputs[0])
-        and queries + 2 * heads * columns == inputs[1]
+        (batch, x.shape[2]) == (b, qkv.in_features)
+        and queries + 2 * heads * columns == qkv.out_features
         and values.shape == keys.shape
         and all(each.dtype is x.dtype and each.device == x.device for each in (keys, values, *turn))
         and keys.is_contiguous()
         and values.is_contiguous()
-        and turn[0].shape[1:] == (t, columns)
+        and turn[0].shape == turn[1].shape
+        and turn[0].ndim == 3
+        and turn[0].shape[1] == t
+        and turned <= columns
         and isinstance(mask, Tensor)
-        and mask.dtype is torch.bool
+        and mask.dtype in (torch.bool, x.dtype)
         and mask.shape in ((b, 1, t, length), (1, 1, t, length))
     )
 
@@ -262,15 +341,14 @@ def _fits(layer: Any, x: Tensor, held: Any, turn: tuple[Tensor, Tensor], mask: A
 def _is_as_fused(layer: Any, x: Tensor) -> bool:
     """Tells whether the modules of a layer are those that were fused, without hooks or adapters."""
     attention = layer.self_attn
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+    linears: list[Any] = [qkv_of(layer), attention.o_proj]
+    norms: list[Any] = [layer._modules[name] for name in layer.facts.form.norms] + head_norms(attention)
     return (
-        all(_is_plain(each, LowbitLinear) for each in (attention.q_k_v_proj, attention.o_proj))
+        all(_is_plain(each, LowbitLinear) and each._act is x.dtype for each in linears)
         and all(not _has_hooks(each) and each.weight.dtype is x.dtype for each in norms)
-        and not _has_hooks(attention)
-        and not _has_hooks(layer.mlp)
-        and all(each._act is x.dtype for each in (attention.q_k_v_proj, attention.o_proj))
-        and layer.self_attn.config._attn_implementation in ATTENTION
+        and not any(_has_hooks(each) for each in layer.children())
+        and getattr(attention, "is_causal", True)
+        and attention.config._attn_implementation in BY
     )
 
 

@@ -23,7 +23,16 @@ from lowbit.dialect.errors import PackError, QuantizeError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib.nn.chain import CHILDREN, ChainedLayer, chain_, gate_network, may_chain, unchain_
+from lowbit.pylib.nn.chain import (
+    GATE_UP,
+    ChainedLayer,
+    chain_,
+    children_of,
+    gate_network,
+    gate_placed,
+    may_chain,
+    unchain_,
+)
 from lowbit.pylib.nn.gated_linear import GatedLinear
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import check_model
@@ -63,9 +72,10 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
     and tensors of the new layers; fuse an empty model before you load it (`from_pretrained` does so by itself). The
     model can be copied, pickled, compiled and exported, and `unfuse_` takes everything back.
 
-    Decoder layers of transformers' Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE then decode in a chain of launches: up to
-    64 tokens in all, without gradients, with a `StaticCache` and sdpa attention. Prompts, other caches and layers with
-    hooks or adapters run as before. The rows of `gate_up_proj` are stored so that its kernel applies the activation.
+    Decoder layers of some twenty classes of transformers (Llama, Mistral, Qwen, Gemma, Phi-3, gpt-oss, Mixtral and
+    others; docs/howto/fastest-decode.md) then decode in a chain of launches: up to 64 tokens in all, without gradients,
+    with a `StaticCache` and sdpa or eager attention. Prompts, other caches and layers with hooks or adapters run as
+    before. The rows of `gate_up_proj` are stored so that its kernel applies the activation.
 
     Routers of mixtures of experts compute up to 64 tokens in one launch, without gradients: those whose weights are a
     softmax over experts, or sigmoids, whatever the name of their class.
@@ -84,9 +94,14 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
 def _chain(model: nn.Module, gate: bool = True) -> Iterator[FusedLayers]:
     """Makes decoder layers decode in a chain of launches. gate: as `chain_` has it."""
     for name, layer in list(model.named_modules()):
-        if may_chain(layer) and not isinstance(layer, ChainedLayer):
-            reason = chain_(layer, gate)
-            yield FusedLayers(name, CHILDREN, "" if reason else type(layer).__name__, reason)
+        if may_chain(layer) and not isinstance(layer, ChainedLayer) and (gate or _was_fused(layer)):
+            children, reason = children_of(layer), chain_(layer, gate)
+            yield FusedLayers(name, children, "" if reason else type(layer).__name__, reason)
+
+
+def _was_fused(layer: nn.Module) -> bool:
+    """Tells whether `fuse_` has changed a part of a layer."""
+    return any(isinstance(module, FusedModule | GatedLinear) for module in layer.modules())
 
 
 def _routers(model: nn.Module) -> Iterator[FusedLayers]:
@@ -274,9 +289,13 @@ def place_fused(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
             raise PackError(f"{name}: {', '.join(layers)}: {error}") from error
 
 
-def chain_placed(model: nn.Module) -> None:
+def chain_placed(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     """Makes decoder layers decode, and routers compute, as `fuse_` does it, where a checkpoint has put empty fused
-    layers in a model."""
+    layers in a model, or has weights that are stored for an activation in the kernel. specs: as `place_fused`."""
+    for name, spec in specs.items():
+        parent, _, leaf = name.rpartition(".")
+        if leaf == GATE_UP and spec.is_gated:
+            gate_placed(model.get_submodule(parent))
     list(_chain(model, gate=False))
     if any(isinstance(module, FusedModule) for module in model.modules()):
         list(_routers(model))

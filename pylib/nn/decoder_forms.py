@@ -1,0 +1,191 @@
+"""How the decoder layers of transformers are made: a table by class, and what is found by trying a layer's modules.
+
+A layer adds to x what attention makes of it, and then what a feed-forward network does. Classes differ in the norms
+before and after both; the table says where these are. What a norm computes, and which columns of heads belong together
+in a rotation, is tried with random numbers on a CPU, so that a class of another kind is told apart from those of the
+table, whatever its name. Everything else is a number or a tensor of the module, which is read in every call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.dialect.errors import QuantizeError
+from lowbit.pylib.layer import reference
+
+ATTENTION = "self_attn"
+_COLUMNS = 16  # of what is tried
+
+
+@dataclass(frozen=True)
+class Form:
+    """The names of a layer's modules.
+
+    before    the norms of x in front of attention and of the network
+    after     the norms of what these give; "": none
+    network   the feed-forward network
+    """
+
+    before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    after: tuple[str, str] = ("", "")
+    network: str = "mlp"
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Returns the names of all norms."""
+        return tuple(name for name in (*self.before, *self.after) if name)
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        """Returns the names of all modules, in the order in which they compute."""
+        parts = zip(self.before, (ATTENTION, self.network), self.after)
+        return tuple(name for names in parts for name in names if name)
+
+
+PLAIN = Form()
+_BOTH = Form(
+    ("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")
+)
+_FORMS = {
+    "apertus.Apertus": Form(("attention_layernorm", "feedforward_layernorm")),
+    "arcee.Arcee": PLAIN,
+    "cwm.Cwm": PLAIN,
+    "dots1.Dots1": PLAIN,
+    "gemma.Gemma": PLAIN,
+    "gemma2.Gemma2": _BOTH,
+    "gemma3.Gemma3": _BOTH,
+    "glm4_moe.Glm4Moe": PLAIN,
+    "gpt_oss.GptOss": PLAIN,
+    "granite.Granite": PLAIN,
+    "granitemoe.GraniteMoe": Form(network="block_sparse_moe"),
+    "llama.Llama": PLAIN,
+    "ministral.Ministral": PLAIN,
+    "mistral.Mistral": PLAIN,
+    "mixtral.Mixtral": PLAIN,
+    "phi3.Phi3": PLAIN,
+    "qwen2.Qwen2": PLAIN,
+    "qwen2_moe.Qwen2Moe": PLAIN,
+    "qwen3.Qwen3": PLAIN,
+    "qwen3_moe.Qwen3Moe": PLAIN,
+    "seed_oss.SeedOss": PLAIN,
+    "smollm3.SmolLM3": PLAIN,
+}
+KNOWN = {
+    f"transformers.models.{module}.modeling_{module}.{name}DecoderLayer": form
+    for (module, name), form in ((key.split("."), form) for key, form in _FORMS.items())
+}
+"""The form of each class whose forward is: norm, attention, norm, sum, and the same with a network; in each layer norms
+have one kind, and every part's result may have a scale, `residual_multiplier`."""
+
+
+def form_of(layer: nn.Module) -> Form | None:
+    """Returns the form of a decoder layer; None for a class that is not known."""
+    return KNOWN.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a layer besides its modules' tensors and numbers.
+
+    form       where its norms are
+    shift      what they add to their gains
+    repeated   whether both halves of cos and sin are given, which are equal
+    scaled     whether what its parts give has a scale
+    """
+
+    form: Form
+    shift: float
+    repeated: bool
+    scaled: bool
+
+    @property
+    def joins(self) -> bool:
+        """Tells whether more is done to what a part gives than to add it to x."""
+        return self.scaled or any(self.form.after)
+
+
+def facts_of(layer: nn.Module) -> Facts:
+    """Returns what is known of a layer whose class is. Raises QuantizeError that says what is of an unknown kind."""
+    form, attention = cast(Form, form_of(layer)), cast(Any, layer._modules[ATTENTION])
+    norms = [layer.get_submodule(name) for name in form.norms] + head_norms(attention)
+    shifts = {_shift(norm) for norm in norms}
+    if len(shifts) > 1:
+        raise QuantizeError("its norms are of several kinds")
+    for norm in head_norms(attention):
+        if (size := cast(Tensor, norm.weight).numel()) != attention.head_dim:
+            raise QuantizeError(f"norms of queries and keys have {size} columns, heads have {attention.head_dim}")
+    rotation = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    return Facts(form, shifts.pop(), _is_repeated(rotation), hasattr(layer, "residual_multiplier"))
+
+
+def head_norms(attention: nn.Module) -> list[nn.Module]:
+    """Returns the norms of queries and keys, if there are some."""
+    return [norm for name in ("q_norm", "k_norm") if (norm := attention._modules.get(name)) is not None]
+
+
+def eps_of(norm: Any) -> float:
+    """Returns what a norm adds to the mean of squares."""
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def _shift(norm: nn.Module) -> float:
+    """Returns what a root-mean-square norm adds to its gain. Raises QuantizeError for a norm of another kind."""
+    shift = _tried_norm(type(norm)) if norm._parameters.keys() == {"weight"} else None
+    if shift is None:
+        raise QuantizeError(f"{type(norm).__name__} is no root-mean-square norm with one gain")
+    return shift
+
+
+@lru_cache(maxsize=None)
+def _tried_norm(cls: type[nn.Module]) -> float | None:
+    """Tries a norm of a class: its forward, with a gain and an eps of our own."""
+    x, gain = (each.view(-1, _COLUMNS) for each in _random(5 * _COLUMNS).tensor_split([4 * _COLUMNS]))
+    norm = cls.__new__(cls)
+    nn.Module.__init__(norm)
+    norm.weight = nn.Parameter(gain[0], requires_grad=False)
+    norm.__dict__ |= {"eps": 0.1, "variance_epsilon": 0.1}
+    found = _tried(lambda: norm(x))
+    same = (shift for shift in (0.0, 1.0) if _is_like(found, reference.rms_norm(x, gain[0], 0.1, shift)))
+    return next(same, None)
+
+
+@lru_cache(maxsize=None)
+def _is_repeated(rotate: Callable[..., Any] | None) -> bool:
+    """Tells whether a function that rotates queries and keys takes both halves of cos and sin.
+
+    Raises QuantizeError for one of another kind, such as those whose pairs of columns are neighbours.
+    """
+    q, k, turn = _random(4 * _COLUMNS).view(4, 1, 1, 1, _COLUMNS).tensor_split([1, 2])
+    for repeated in (True, False):
+        half = turn[:, 0, ..., : _COLUMNS // 2]
+        cos, sin = torch.cat([half, half], -1)
+        given = (cos, sin) if repeated else half
+        found = _tried(lambda given=given: rotate(q[0], k[0], *given)) if rotate else None
+        expected = [reference.rotated(each[0].transpose(1, 2), cos, sin).transpose(1, 2) for each in (q, k)]
+        if isinstance(found, tuple) and all(map(_is_like, found, expected)):
+            return repeated
+    raise QuantizeError("its heads are rotated in another way than by halves")
+
+
+def _random(count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+
+
+def _tried(call: Callable[[], Any]) -> Any:
+    """Returns what a function gives; None if it raises."""
+    try:
+        with torch.inference_mode(), torch.device("cpu"):  # a model may be being built elsewhere
+            return call()
+    except Exception:  # of a function that is of another kind, it may be any
+        return None
+
+
+def _is_like(found: Any, expected: Tensor) -> bool:
+    return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)
