@@ -4,11 +4,13 @@ appends keys and values to a cache.
     head = x / sqrt(mean of x^2 + eps) * (gain + shift)         where queries and keys have a norm
     head = [a cos - b sin, b cos + a sin, c]                    for queries and keys
 
-in f32, rounded once; a and b are the halves of the columns that are rotated, c the others. A token's place in the cache
-is the number of tokens that it has held so far, and the token's own among the new ones of its sequence.
+in f32, rounded once; a and b are the halves of the columns that are rotated, or every second of them and those beside
+them, and c are the others. A token's place in the cache is the number of tokens that it has held so far, and the
+token's own among the new ones of its sequence.
 
-A block is one warp, and has a head of a token, in pieces of which a, b and c are whole numbers. A thread has the same
-columns of all pieces, so that nothing is exchanged but the sum of a norm.
+A block is one warp, and has a head of a token, in pieces of which a, b and c are whole numbers; a and b that are
+neighbours are one piece each, with those of c, which are turned by nothing. A thread has the same columns of all
+pieces, so that nothing is exchanged but the sum of a norm.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lowbit.dialect.layouts.layout import spatial
+from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 
 _WARP = 32
@@ -63,10 +65,12 @@ class Rotation:
     columns   how many, an even number: the first of a head; 0: none
     repeated  whether cos and sin have a number for each of these columns, the same in both halves; else they have one
               for each of a half
+    beside    whether columns that are rotated together are neighbours; else one is in the first half, one in the second
     """
 
     columns: int
     repeated: bool = True
+    beside: bool = False
 
     def piece(self, columns: int) -> int:
         """Returns the columns of the largest pieces that both a half of what is rotated and the rest of a head's
@@ -107,8 +111,8 @@ class _Block:
         self, p: Program, heads: Heads, element: str, norm: HeadNorm | None, rotation: Rotation
     ) -> None:
         self.p, self.heads, self.element, self.norm, self.rotation = p, heads, element, norm, rotation
-        self.piece = rotation.piece(heads.columns)
-        self.half = rotation.columns // 2 // self.piece  # pieces
+        self.piece = heads.columns // 2 if rotation.beside else rotation.piece(heads.columns)
+        self.half = 1 if rotation.beside else rotation.columns // 2 // self.piece  # pieces
 
     def write(self) -> None:
         """Writes the head, to where those of its kind go."""
@@ -129,8 +133,20 @@ class _Block:
 
     def _turn(self, token: Scalar) -> list[Tile]:
         """Returns cos and sin of a token, if heads are rotated."""
-        columns = self.rotation.columns if self.rotation.repeated else self.rotation.columns // 2
-        return [self._load(name, self.p["m"], token, columns) for name in ("cos", "sin") if columns]
+        given = self.rotation.columns if self.rotation.repeated else self.rotation.columns // 2
+        if not given:
+            return []
+        if self.rotation.beside:
+            return [self._of_pairs(name, token, given, rest) for name, rest in (("cos", 1.0), ("sin", 0.0))]
+        return [self._load(name, self.p["m"], token, given) for name in ("cos", "sin")]
+
+    def _of_pairs(self, name: str, token: Scalar, given: int, rest: float) -> Tile:
+        """Returns the numbers of all pairs [1, pairs, 1]: the first of those given, and another for pairs that are not
+        rotated."""
+        p, layout = self.p, self._layout(self.heads.columns).reduce((2,))
+        view = p.global_view(p[name], self.element, (-1, given, 1), sizes=[p["m"]])
+        found = p.cast(p.load(view, (token, 0, 0), layout, ("none", "zero", "none")), "f32")
+        return p.select(p.iota(1, layout) < self.rotation.columns // 2, found, rest)
 
     def _turned(self, x: Tile, turn: list[Tile], gain: str) -> list[Tile]:
         """Returns the pieces of a head that is normalized and rotated."""
@@ -155,7 +171,13 @@ class _Block:
         return p.mul(p.mul(x, factor), gains + self.norm.shift if self.norm.shift else gains)
 
     def _pieces(self, x: Tile) -> list[Tile]:
-        return [self.p.slice(x, 1, at, 1) for at in range(x.shape[1])]
+        """Returns the pieces of a head, or of cos or sin."""
+        return [self.p.slice(x, self._dim, at, 1) for at in range(x.shape[self._dim])]
+
+    @property
+    def _dim(self) -> int:
+        """Returns the dim of a head's tile that counts pieces."""
+        return 2 if self.rotation.beside else 1
 
     def _append(self, pieces: list[Tile], name: str, head: Scalar, place: Scalar) -> None:
         """Writes a head to its place in a cache; one that is full is left alone."""
@@ -168,15 +190,21 @@ class _Block:
     def _store(self, pieces: list[Tile], name: str, rows: Scalar, row: Scalar) -> None:
         for at, tile in enumerate(pieces):
             view = self._view(name, rows, self.heads.columns)
-            self.p.store(self.p.cast(tile, self.element), view, (row, at, 0))
+            self.p.store(self.p.cast(tile, self.element), view, (row, 0, at) if self.rotation.beside else (row, at, 0))
 
     def _load(self, name: str, rows: Scalar, row: Scalar, columns: int) -> Tile:
-        """Returns a row of columns [1, pieces, columns of a piece]."""
+        """Returns a row of columns [1, pieces, columns of a piece], or [1, pairs, 2]."""
+        view = self._view(name, rows, columns)
+        return self.p.cast(self.p.load(view, (row, 0, 0), self._layout(columns)), "f32")
+
+    def _layout(self, columns: int) -> Layout:
         lanes = math.gcd(self.piece, _WARP)
-        layout = spatial(1, 1, lanes).replicated(_WARP // lanes).local(1, columns // self.piece, self.piece // lanes)
-        return self.p.cast(self.p.load(self._view(name, rows, columns), (row, 0, 0), layout), "f32")
+        if self.rotation.beside:
+            return spatial(1, lanes, 1).replicated(_WARP // lanes).local(1, self.piece // lanes, 2)
+        return spatial(1, 1, lanes).replicated(_WARP // lanes).local(1, columns // self.piece, self.piece // lanes)
 
     def _view(self, name: str, rows: Scalar, columns: int) -> Memory:
         """Returns rows of columns, cut in pieces."""
-        shape = -1, columns // self.piece, self.piece
+        pieces = columns // self.piece
+        shape = (-1, self.piece, pieces) if self.rotation.beside else (-1, pieces, self.piece)
         return self.p.global_view(self.p[name], self.element, shape, sizes=[rows])

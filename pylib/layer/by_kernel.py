@@ -102,6 +102,7 @@ def rope(
     shift: float,
     target: str,
     repeated: bool = True,
+    beside: bool = False,
 ) -> Tensor:
     """Returns the queries of tokens, and appends their keys and values to a cache.
 
@@ -112,15 +113,16 @@ def rope(
     keys, values   [b, heads, length, columns], contiguous
     held           int32 or int64 [1] or []: the tokens in the cache, behind which the new ones go
     repeated       False: cos and sin have only one of the halves
+    beside         whether columns that are rotated together are neighbours, and not in halves
     """
     (b, t, _), (_, count, length, columns) = x.shape, keys.shape
     queries, turns = x.shape[-1] // columns - 2 * count, [each for each in (cos, sin) if each is not None]
     turned = turns[0].shape[-1] * (1 if repeated else 2) if turns else 0
     tensors = x, *turns, keys, values, *(gains or ())
     if not served(target, *tensors) or columns % (2 * _PIECE) or turned % (2 * _PIECE):
-        return _rope_by_torch(x, turns, gains, keys, values, held, eps, shift, repeated)
+        return _rope_by_torch(x, turns, gains, keys, values, held, eps, shift, repeated, beside)
     element, normed = _ELEMENTS[x.dtype], gains is not None
-    kernel = _rope_kernel(queries, count, columns, element, normed, shift, turned, repeated, target)
+    kernel = _rope_kernel(queries, count, columns, element, normed, shift, turned, repeated, beside, target)
     norm = (aligned(gains[0]), aligned(gains[1]), eps) if gains else ()
     angles = (aligned(each.expand(b, t, -1)) for each in turns)
     with on_device(x.get_device()):
@@ -139,6 +141,7 @@ def _rope_by_torch(
     eps: float,
     shift: float,
     repeated: bool,
+    beside: bool,
 ) -> Tensor:
     """Does the same in operations of torch."""
     heads, count = x.unflatten(-1, (-1, keys.shape[-1])), keys.shape[1]
@@ -147,7 +150,7 @@ def _rope_by_torch(
         q, k = (reference.rms_norm(each.float(), gain, eps, shift) for each, gain in zip((q, k), gains))
     if turns:
         cos, sin = turns if repeated else (torch.cat([each, each], -1) for each in turns)
-        q, k = (reference.rotated(each, cos, sin) for each in (q, k))
+        q, k = (reference.rotated(each, cos, sin, beside) for each in (q, k))
     for cache, new in ((keys, k), (values, v)):
         reference.appended(cache, new.to(x.dtype), held)
     return q.to(x.dtype).flatten(2)
@@ -271,12 +274,13 @@ def _rope_kernel(
     shift: float,
     turned: int,
     repeated: bool,
+    beside: bool,
     target: str,
 ) -> Kernel:
     from lowbit.passes.kernels.rope import HeadNorm, Heads, Rotation, rope_program
 
     heads, norm = Heads(queries, keys, columns), HeadNorm(shift) if normed else None
-    return compiled(partial(rope_program, heads, element, norm, Rotation(turned, repeated)), target)
+    return compiled(partial(rope_program, heads, element, norm, Rotation(turned, repeated, beside)), target)
 
 
 @lru_cache(maxsize=64)

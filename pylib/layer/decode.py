@@ -31,6 +31,7 @@ class Attention:
     cap        a product s becomes cap * tanh(s / cap); 0: none
     rotated    whether queries and keys are
     repeated   whether both halves of cos and sin are given, which are equal
+    beside     whether columns that are rotated together are neighbours, and not in halves
     """
 
     qkv: LowbitLinear
@@ -41,6 +42,7 @@ class Attention:
     cap: float = 0.0
     rotated: bool = True
     repeated: bool = True
+    beside: bool = False
 
 
 @dataclass
@@ -86,7 +88,7 @@ def heads_of(x: Tensor, norm: Norm, attention: Attention, at: Places) -> Tensor:
     h = attention.qkv(ops.rms_norm(x, norm.gain, norm.eps, norm.shift, ""))
     if at.is_full:
         ops.drop_first(*cache, "")
-    q = ops.rope(h, *turn, *gains[:2], *cache, *gains[2:], "", attention.repeated)
+    q = ops.rope(h, *turn, *gains[:2], *cache, *gains[2:], "", attention.repeated, attention.beside)
     return ops.decode_attention(q, *cache, at.mask, attention.scale, "", attention.sinks, attention.cap)
 
 

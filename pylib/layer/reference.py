@@ -37,13 +37,17 @@ def join(
     return y, rms_norm(y, following.gain, following.eps, following.shift) if following else None
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns heads [b, t, heads, columns] whose first columns are rotated by cos and sin [b, t, columns or fewer], in
-    f32."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False) -> Tensor:
+    """Returns heads [b, t, heads, columns] whose first columns are rotated by cos and sin [b, t, columns or fewer],
+    whose halves are equal, in f32. beside: as `by_kernel.rope` has it."""
     turned, rest = x.float().tensor_split([cos.shape[-1]], -1)
-    a, b = turned.chunk(2, -1)
-    found = turned * cos.float()[:, :, None] + torch.cat([-b, a], -1) * sin.float()[:, :, None]
-    return torch.cat([found, rest], -1)
+    if beside:
+        cos, sin = (each.chunk(2, -1)[0].repeat_interleave(2, -1) for each in (cos, sin))
+        other = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        other = torch.cat([-b, a], -1)
+    return torch.cat([turned * cos.float()[:, :, None] + other * sin.float()[:, :, None], rest], -1)
 
 
 def appended(cache: Tensor, new: Tensor, held: Tensor) -> None:

@@ -259,6 +259,7 @@ def _attention_parts(layer: Any) -> Attention:
         getattr(module, "attn_logit_softcapping", None) or 0.0,
         bool(getattr(module, "use_rope", True)),
         facts.repeated,
+        facts.beside,
     )
 
 

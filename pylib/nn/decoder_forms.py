@@ -53,6 +53,7 @@ PLAIN = Form()
 _BOTH = Form(
     ("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")
 )
+_GLM = Form(after=("post_self_attn_layernorm", "post_mlp_layernorm"))
 _FORMS = {
     "apertus.Apertus": Form(("attention_layernorm", "feedforward_layernorm")),
     "arcee.Arcee": PLAIN,
@@ -61,6 +62,8 @@ _FORMS = {
     "gemma.Gemma": PLAIN,
     "gemma2.Gemma2": _BOTH,
     "gemma3.Gemma3": _BOTH,
+    "glm.Glm": PLAIN,
+    "glm4.Glm4": _GLM,
     "glm4_moe.Glm4Moe": PLAIN,
     "gpt_oss.GptOss": PLAIN,
     "granite.Granite": PLAIN,
@@ -97,12 +100,14 @@ class Facts:
     form       where its norms are
     shift      what they add to their gains
     repeated   whether both halves of cos and sin are given, which are equal
+    beside     whether columns that are rotated together are neighbours, and not in halves
     scaled     whether what its parts give has a scale
     """
 
     form: Form
     shift: float
     repeated: bool
+    beside: bool
     scaled: bool
 
     @property
@@ -122,7 +127,7 @@ def facts_of(layer: nn.Module) -> Facts:
         if (size := cast(Tensor, norm.weight).numel()) != attention.head_dim:
             raise QuantizeError(f"norms of queries and keys have {size} columns, heads have {attention.head_dim}")
     rotation = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    return Facts(form, shifts.pop(), _is_repeated(rotation), hasattr(layer, "residual_multiplier"))
+    return Facts(form, shifts.pop(), *_tried_rotation(rotation), hasattr(layer, "residual_multiplier"))
 
 
 def head_norms(attention: nn.Module) -> list[nn.Module]:
@@ -157,21 +162,21 @@ def _tried_norm(cls: type[nn.Module]) -> float | None:
 
 
 @lru_cache(maxsize=None)
-def _is_repeated(rotate: Callable[..., Any] | None) -> bool:
-    """Tells whether a function that rotates queries and keys takes both halves of cos and sin.
+def _tried_rotation(rotate: Callable[..., Any] | None) -> tuple[bool, bool]:
+    """Tries a function that rotates queries and keys; returns `repeated` and `beside` of `Facts`.
 
-    Raises QuantizeError for one of another kind, such as those whose pairs of columns are neighbours.
+    Raises QuantizeError for one of another kind.
     """
     q, k, turn = _random(4 * _COLUMNS).view(4, 1, 1, 1, _COLUMNS).tensor_split([1, 2])
-    for repeated in (True, False):
-        half = turn[:, 0, ..., : _COLUMNS // 2]
-        cos, sin = torch.cat([half, half], -1)
-        given = (cos, sin) if repeated else half
+    half = turn[:, 0, ..., : _COLUMNS // 2]
+    cos, sin = whole = torch.cat([half, half], -1)
+    for repeated, beside in ((True, False), (False, False), (True, True)):
+        given = whole if repeated else half
         found = _tried(lambda given=given: rotate(q[0], k[0], *given)) if rotate else None
-        expected = [reference.rotated(each[0].transpose(1, 2), cos, sin).transpose(1, 2) for each in (q, k)]
+        expected = [reference.rotated(each[0].transpose(1, 2), cos, sin, beside).transpose(1, 2) for each in (q, k)]
         if isinstance(found, tuple) and all(map(_is_like, found, expected)):
-            return repeated
-    raise QuantizeError("its heads are rotated in another way than by halves")
+            return repeated, beside
+    raise QuantizeError("its heads are rotated in another way than by halves or pairs of columns")
 
 
 def _random(count: int) -> Tensor:

@@ -46,11 +46,12 @@ def rope(
     shift: float,
     target: str,
     repeated: bool = True,
+    beside: bool = False,
 ) -> Tensor:
     """Returns the queries [b, t, queries * columns] of x [b, t, heads * columns], normalized and rotated, and appends
     keys and values to a cache [b, heads, length, columns] behind the `held` tokens in it."""
     gains = None if query_gain is None or key_gain is None else (query_gain, key_gain)
-    return by_kernel.rope(x, cos, sin, gains, keys, values, held, eps, shift, _target(target, x), repeated)
+    return by_kernel.rope(x, cos, sin, gains, keys, values, held, eps, shift, _target(target, x), repeated, beside)
 
 
 def drop_first(keys: Tensor, values: Tensor, held: Tensor, target: str) -> None:
@@ -168,6 +169,7 @@ _CACHE = "Tensor(a!) keys, Tensor(b!) values, Tensor held"
 _NORM = "float eps, float shift, str target"
 _NORMS = "float eps, float shift, float following_eps, float following_shift, str target"
 _JOINED = "Tensor x, Tensor residual, Tensor? gain, Tensor following, Tensor(a!) counter, int count"
+_TURN = "bool repeated=True, bool beside=False"
 _SINKS = "Tensor? sinks=None, float cap=0.0"
 _ROUTER = "Tensor x, Tensor weight, Tensor? bias, Tensor? correction, int top_k"
 _RULE = "bool softmax, bool renormalized, float scale, ScalarType logits, ScalarType scores, str target"
@@ -179,7 +181,7 @@ for _schema, _function, _fake in (
         _fake_norm,
     ),
     (
-        f"rope(Tensor x, Tensor? cos, Tensor? sin, {_GAINS}, {_CACHE}, {_NORM}, bool repeated=True) -> Tensor",
+        f"rope(Tensor x, Tensor? cos, Tensor? sin, {_GAINS}, {_CACHE}, {_NORM}, {_TURN}) -> Tensor",
         rope,
         _fake_rope,
     ),

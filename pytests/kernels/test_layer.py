@@ -128,24 +128,31 @@ def test_rope_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("columns", "turned", "repeated"),
-    [(128, 96, True), (64, 32, True), (64, 64, False), (128, 32, False), (64, 0, True), (80, 16, True)],
-)
-def test_rotation_of_some_columns(columns: int, turned: int, repeated: bool, target: str) -> None:
-    """The first columns of a head are rotated, the others left; cos and sin may have one half."""
+    ("columns", "turned", "repeated", "beside"),
+    [
+        (128, 96, True, False), (64, 32, True, False), (64, 64, False, False), (128, 32, False, False),
+        (64, 0, True, False), (80, 16, True, False), (128, 128, True, True), (128, 64, True, True),
+        (64, 16, True, True), (128, 96, False, True),
+    ],
+)  # fmt: skip
+def test_rotation_of_some_columns(columns: int, turned: int, repeated: bool, beside: bool, target: str) -> None:
+    """The first columns of a head are rotated, in halves or pairs, the others left; cos and sin may have one half."""
     x, half = numbers(2, 2, 4 * columns), numbers(2, 2, turned // 2, seed=1)
     given = torch.cat([half, half], -1) if repeated else half
     turn = (given, given.flip(0)) if turned else (None, None)
     cache = [torch.zeros(2, 1, 5, columns, dtype=torch.bfloat16) for _ in range(2)]
     gains = numbers(columns, seed=3), numbers(columns, seed=4)
-    q = by_kernel.rope(x, *turn, gains, *cache, torch.tensor(1), 1e-6, 1.0, target, repeated)
+    q = by_kernel.rope(x, *turn, gains, *cache, torch.tensor(1), 1e-6, 1.0, target, repeated, beside)
     heads = x.double().unflatten(-1, (-1, columns))
     normed = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     expected = list[Tensor]()
     for each, gain in zip((normed[:, :, :2], normed[:, :, 2:3]), gains):
-        a, b, rest = (each * (gain.double() + 1)).split((turned // 2, turned // 2, columns - turned), -1)
+        both, rest = (each * (gain.double() + 1)).split((turned, columns - turned), -1)
+        a, b = (both[..., ::2], both[..., 1::2]) if beside else both.tensor_split(2, -1)
         cos, sin = half.double()[:, :, None], half.double().flip(0)[:, :, None]
-        expected.append(torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1))
+        pairs = a * cos - b * sin, b * cos + a * sin
+        both = torch.stack(pairs, -1).flatten(-2) if beside else torch.cat(pairs, -1)
+        expected.append(torch.cat([both, rest], -1))
     assert_rounded(q, expected[0].flatten(2))
     assert_rounded(cache[0][:, :, 1:3], expected[1].transpose(1, 2))
     assert torch.equal(cache[1][:, :, 1:3], x.unflatten(-1, (-1, columns))[:, :, 3:].transpose(1, 2))
