@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,15 @@ def test_fp6(built: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_compiled_again(built: Path) -> None:
     assert "Compiling" not in run(tool("cmake"), "--build", built, folder=built)
+
+
+def test_every_field_of_a_spec_is_an_argument_in_cmake() -> None:
+    """Except ids of experts, which only a file has."""
+    text = (CMAKE_FOLDER / "lowbit-config.cmake").read_text()
+    flags, values = (re.search(rf"set\({name} (.*)\)", text) for name in ("flags", "values"))
+    assert flags and values
+    known = {word.lower() for found in (flags, values) for word in found[1].split()} - {"wide_range"}
+    assert known == {field.name for field in fields(lowbit.MatmulSpec)} - {"top_k"}
 
 
 def test_a_mistake_in_cmake(tmp_path: Path) -> None:

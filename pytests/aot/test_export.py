@@ -93,10 +93,13 @@ def test_mistakes_in_a_file(text: str, message: str, tmp_path: Path) -> None:
 def test_a_file_of_matmuls(tmp_path: Path) -> None:
     file = tmp_path / "m.toml"
     tables = [f"[matmul.{name}]\nn = 16\nk = 32\nweight = '{weight}'" for name, weight in (("a", "mxfp4"), ("b", "u2"))]
+    tables += ["[matmul.c]\nn = 32\nk = 32\nweight = 'u4'\nexperts = 2\ntop_k = {count = 2, weights = 'f32'}"]
     file.write_text("\n".join(["targets = ['cpu']", *tables]))
     done = CliRunner().invoke(app, ["export", str(file), "--folder", str(tmp_path / "out"), "--json"])
-    assert [each["name"] for each in json.loads(done.stdout)["matmuls"]] == ["a", "b"]
+    assert [each["name"] for each in json.loads(done.stdout)["matmuls"]] == ["a", "b", "c"]
     assert read_manifest(tmp_path / "out")["matmuls"][0]["spec"]["scale"] == "e8m0"
+    by_ids = read_manifest(tmp_path / "out")["matmuls"][2]["targets"][0]["top_k"]
+    assert by_ids == TopK(2, weights="f32").to_dict()
     both = CliRunner().invoke(app, ["export", str(file), "-n", "8"])
     assert both.exit_code == 1 and "drop the options of one" in " ".join(both.output.split())
 

@@ -78,7 +78,7 @@ endfunction()
 # With SHARED it is a shared library, which has all code in it and the functions of tvm-ffi (src/tvm_ffi.h).
 # lowbit_add_matmul(name FILE matmuls.toml): of all matmuls of a file.
 function(lowbit_add_matmul name)
-  set(flags BIAS ROW_SCALES PERMUTED OUTLIERS FOLD_SCALES WIDE_RANGE)
+  set(flags BIAS ROW_SCALES PERMUTED OUTLIERS FOLD_SCALES INVARIANT WIDE_RANGE)
   set(values WEIGHT N K GROUP_SIZE ZEROS SCALE ACT OUT TABLE BILEVEL COMPUTE COMPUTE_FROM EPILOGUE EXPERTS)
   cmake_parse_arguments(PARSE_ARGV 1 given "${flags};SHARED" "FILE;${values}" "TARGETS")
   if(given_UNPARSED_ARGUMENTS)
