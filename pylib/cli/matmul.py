@@ -17,6 +17,7 @@ from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.fields import MOST
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.stages import Stage, stages
+from lowbit.pylib.build.named_files import writing
 from lowbit.pylib.cli.output import Json, errors, show, show_json
 from lowbit.pylib.cli.spec_options import (
     ScheduleText,
@@ -157,7 +158,8 @@ def _write(compiled: _Compiled, stop_after: str | None, output: Path | None, dum
         if stop_after is None and output is None:
             return
     if output is not None:
-        output.write_bytes(read(stage))
+        with writing(output):
+            output.write_bytes(read(stage))
     elif stage == "cubin":
         raise SpecError("--stop-after=cubin is machine code; name a file with -o")
     else:
@@ -166,9 +168,10 @@ def _write(compiled: _Compiled, stop_after: str | None, output: Path | None, dum
 
 def _dump(folder: Path, compiled: _Compiled, known: Iterable[Stage]) -> None:
     """Write a file for every stage."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in known:
-        (folder / f"{compiled.stem}.{each.suffix}").write_bytes(compiled.read(each.name))
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in known:
+            (folder / f"{compiled.stem}.{each.suffix}").write_bytes(compiled.read(each.name))
     errors.print(f"wrote {folder}/{compiled.stem}.*", markup=False)
 
 

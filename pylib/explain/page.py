@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from lowbit.dialect.errors import SpecError
+from lowbit.pylib.build.named_files import writing
 from lowbit.pylib.explain.figures import HUES, Figure, kind
 from lowbit.pylib.explain.text import Pane
 
@@ -38,10 +38,8 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Writes the page to a file. Raises SpecError where it can't be written."""
-        try:
+        with writing(path):
             Path(path).write_text(self.html, encoding="utf-8")
-        except OSError as error:
-            raise SpecError(f"{path} can't be written ({error.strerror}); name a file in a folder of yours") from None
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that its style is not the notebook's."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.dialect.errors import SpecError
+from lowbit.pylib.build.named_files import writing
 from lowbit.pylib.emulator.observer import Event, Launch
 
 MOST = 200_000
@@ -24,10 +24,8 @@ WAITS = ("bar", "barrier", "mbarrier", "wgmma.wait_group", "cp.async.wait_group"
 def save_trace(launches: Sequence[Launch], path: Path) -> None:
     """Writes launches as JSON in Chrome's trace format. Raises SpecError where the file can't be written."""
     events = [event for number, launch in enumerate(launches) for event in trace_events(launch, 10_000 * number)]
-    try:
+    with writing(path):
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
-    except OSError as error:
-        raise SpecError(f"{path} can't be written ({error.strerror}); name a file in a folder of yours") from None
 
 
 def trace_events(launch: Launch, first: int = 0) -> Iterator[dict[str, Any]]:
