@@ -67,7 +67,7 @@ class Case:
 
     @property
     def encodes(self) -> bool:
-        return self.arch in (MODEL_ARCH.BERT, MODEL_ARCH.NOMIC_BERT)
+        return self.arch in (MODEL_ARCH.BERT, MODEL_ARCH.NOMIC_BERT, MODEL_ARCH.MODERN_BERT)
 
 
 def block_of(name: str) -> str:
@@ -442,6 +442,18 @@ CASES = {
     "qwen3next": NEXT_CASE,
     "qwen3next-mixed": replace(NEXT_CASE, kinds={"attn_gate": Kind.F16}),
     "bert": Case(MODEL_ARCH.BERT, "BertConfig", {"type_vocab_size": 2}, rms=False),
+    "modern-bert": Case(
+        MODEL_ARCH.MODERN_BERT,
+        "ModernBertConfig",
+        {"local_attention": 8, "hidden_activation": "silu"},
+        {
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": 3,
+            "rope.freq_base": 160000.0,
+            "hidden_activation": "silu",
+        },
+        rms=False,
+    ),
     "nomic-bert": Case(
         MODEL_ARCH.NOMIC_BERT, "NomicBertConfig", {}, {"rope.freq_base": 1000.0}, rms=False, parts=nomic_parts
     ),
@@ -453,7 +465,8 @@ def dense_model(case: Case) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, case.config)(**{**TINY, **case.fields})
     if case.encodes:
-        model = transformers.AutoModel.from_config(config, add_pooling_layer=False, attn_implementation="eager")
+        options = {} if case.arch is MODEL_ARCH.MODERN_BERT else {"add_pooling_layer": False}
+        model = transformers.AutoModel.from_config(config, **options, attn_implementation="eager")
     else:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for name, p in model.float().eval().named_parameters():
@@ -473,7 +486,7 @@ def written(case: Case, model: Any, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[case.arch])
     config, prefix = model.config, gguf.MODEL_ARCH_NAMES[case.arch]
     norm = "attention.layer_norm_rms_epsilon" if case.rms else "attention.layer_norm_epsilon"
-    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
     eps = next(getattr(config, n) for n in names if hasattr(config, n))
     facts: Facts = {
         "block_count": LAYERS,
@@ -634,6 +647,7 @@ WRONG: list[tuple[str, Facts, str]] = [
     ("qwen3next", {"ssm.inner_size": 63}, "qwen3next.ssm.inner_size is 63, no multiple of ssm.time_step_rank, 4"),
     ("llama4", {"expert_used_count": 2}, "llama4.expert_used_count must be 1"),
     ("llama4", {"leading_dense_block_count": 1}, "llama4: models without experts, or whose first layers have none"),
+    ("modern-bert", {"hidden_activation": "other"}, "modern-bert.hidden_activation is 'other'; only gelu and silu can"),
     ("nomic-bert", {"context_length": 1 << 30}, "nomic-bert.context_length is more than 1048576"),
     ("glm4moe", {"nextn_predict_layers": 5}, "glm4moe.nextn_predict_layers is 5, but there are 5 blocks"),
     (

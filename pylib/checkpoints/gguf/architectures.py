@@ -127,6 +127,19 @@ BERT = {
     "ffn_down": "output.dense",
     "layer_output_norm": "output.LayerNorm",
 }
+MODERN_TOP = {
+    "token_embd": "embeddings.tok_embeddings",
+    "token_embd_norm": "embeddings.norm",
+    "output_norm": "final_norm",
+}
+MODERN = {
+    "attn_norm": "attn_norm",
+    "attn_qkv": "attn.Wqkv",
+    "attn_output": "attn.Wo",
+    "ffn_norm": "mlp_norm",
+    "ffn_up": "mlp.Wi",
+    "ffn_down": "mlp.Wo",
+}
 ENCODER_NORMS = {"attn_output_norm": "post_attention_layernorm", "layer_output_norm": "post_mlp_layernorm"}
 LOOKED_UP = {f"{name}.weight" for name in ("token_embd", "position_embd", "token_types")}
 """The matrices of which a model takes rows."""
@@ -477,6 +490,9 @@ KNOWN: Mapping[str, Architecture] = {
         made={"linear_attn.in_proj_qkvz": Made(("attn_qkv", "attn_gate"), _by_key_heads)},
     ),
     "bert": Architecture("bert", BERT, configuration.bert, blocks="encoder.layer", **_ENCODER),
+    "modern-bert": Architecture(
+        "modernbert", MODERN, configuration.modern_bert, top=MODERN_TOP, blocks="layers", encoder={}
+    ),
     "nomic-bert": Architecture(
         "nomic_bert",
         {**{name: module for name, module in BLOCK.items() if "norm" not in name}, **ENCODER_NORMS},

@@ -597,3 +597,19 @@ def glm4_moe(about: About) -> dict[str, Any]:
         "use_qk_norm": about.has("blk.0.attn_q_norm.weight"),
         "attention_bias": about.has("blk.0.attn_q.bias"),
     }
+
+
+def modern_bert(about: About) -> dict[str, Any]:
+    """Returns ModernBERT's fields: one layer in a few looks at all tokens, the first one among them."""
+    every = about.integer("attention.sliding_window_pattern", 3)
+    bases = {FULL: about.number("rope.freq_base", 160000.0), SLIDING: about.number("rope.freq_base_swa", 10000.0)}
+    if (gate := about.value("hidden_activation") or "gelu") not in ("gelu", "silu"):
+        raise CheckpointError(f"modern-bert.hidden_activation is {gate!r}; only gelu and silu can be loaded")
+    _rotated(about, partial=False)
+    return {
+        **_layer_norm(about, "norm_eps"),
+        "hidden_activation": gate,
+        "layer_types": [SLIDING if number % every else FULL for number in range(about.blocks)],
+        "local_attention": about.integer("attention.sliding_window"),
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+    }
