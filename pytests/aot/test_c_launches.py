@@ -18,6 +18,7 @@ from fake_gpu import build_driver, with_texts
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.top_k import TopK
 
 HERE = Path(__file__).resolve().parent
 PAGE = 256  # to a multiple of which a workspace and its buffers begin
@@ -29,6 +30,8 @@ SPECS = {
     "eight_bits": S(32, 128, "u4", group_size=32, compute="i8", compute_from=17),
     "experts": S(64, 128, "u4", group_size=32, experts=2, epilogue="silu_mul"),
     "permuted_experts": S(64, 128, "u4", group_size=32, experts=2, permuted=True, epilogue="silu_mul"),
+    "by_ids": S(64, 128, "u4", group_size=32, experts=2, epilogue="silu_mul", top_k=TopK(2)),
+    "added_up": S(64, 128, "u4", group_size=32, experts=2, top_k=TopK(2, weights="f32")),
     "experts_in_8_bits": S(64, 128, "u4", group_size=32, experts=2, compute="i8"),
 }
 
@@ -160,6 +163,8 @@ def _argument(
         (("experts", "sm_80"), 80, [10, 300], 5),
         (("permuted_experts", "sm_80"), 80, [10, 300], 5),
         (("experts_in_8_bits", "sm_80"), 80, [10], 5),
+        (("by_ids", "sm_80"), 80, [10], 5),
+        (("added_up", "sm_90a"), 90, [5], 10),
     ],
     indirect=["exported"],
 )
