@@ -321,6 +321,7 @@ def _fits(layer: Any, x: Tensor, held: Any, turn: tuple[Tensor, Tensor], mask: A
     """Tells whether the tensors of a call are as the kernels read them."""
     keys, values, qkv = held.keys, held.values, cast(LowbitLinear, qkv_of(layer))
     (b, t, _), (batch, heads, length, columns) = x.shape, keys.shape
+    sinks: Tensor | None = getattr(layer.self_attn, "sinks", None)
     queries, turned = layer.self_attn.o_proj.in_features, turn[0].shape[-1] * (1 if layer.facts.repeated else 2)
     return (
         (batch, x.shape[2]) == (b, qkv.in_features)
@@ -333,6 +334,7 @@ def _fits(layer: Any, x: Tensor, held: Any, turn: tuple[Tensor, Tensor], mask: A
         and turn[0].ndim == 3
         and turn[0].shape[1] == t
         and turned <= columns
+        and (sinks is None or sinks.numel() * columns == queries)
         and isinstance(mask, Tensor)
         and mask.dtype in (torch.bool, x.dtype)
         and mask.shape in ((b, 1, t, length), (1, 1, t, length))

@@ -204,6 +204,16 @@ def test_padding_on_the_left(chained: list[int]) -> None:
     assert distance(before, generated(fused(model))) > 0.05  # padding counts
 
 
+@pytest.mark.parametrize("kind", ["Gemma3", "GptOss"])
+def test_padding_on_the_left_in_a_window(kind: str, chained: list[int]) -> None:
+    """A prompt longer than the window, of which padding is in the window, too."""
+    model, attention = low_bit(kind), torch.ones_like(IDS)
+    attention[0, :6] = attention[1, :4] = 0
+    before, after = (generated(each, attention_mask=attention) for each in (model, fused(model)))
+    assert len(chained) == 10 and distance(before, after) < 0.03
+    assert distance(before, generated(fused(model))) > 0.05
+
+
 def test_several_tokens_at_once(chained: list[int]) -> None:
     model = low_bit("Qwen3")
     expected, found = (steps(each, (8, 9), static_cache(each)) for each in (model, fused(model)))
@@ -305,6 +315,17 @@ def test_masks_that_are_added(chained: list[int]) -> None:
     attention[0, :4] = attention[1, :2] = 0
     before, after = (generated(each, attention_mask=attention) for each in (model, other))
     assert distance(before, after) < 0.02
+
+
+def test_sinks_of_other_heads_go_the_old_way(chained: list[int]) -> None:
+    model = fused(low_bit("GptOss"))
+    cache = static_cache(model)
+    with torch.no_grad():
+        model(IDS[:, :5], **given(model, cache))
+        model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(8).bfloat16())
+        with pytest.raises(RuntimeError, match="size"):
+            model(IDS[:, 5:6], **given(model, cache))
+    assert chained == []
 
 
 def test_other_attention_goes_the_old_way() -> None:
