@@ -11,7 +11,6 @@ from torch import Tensor
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.losses import (
-    POWER,
     SAFE_POWER,
     Loss,
     counted,
@@ -24,6 +23,7 @@ from lowbit.pylib.quantization.losses import (
 RATIOS = [1 - 0.02 * step for step in range(41)]  # of a group's range, 1 to 0.2, for `clip="mse"`
 COARSE, FINE = [1 - 0.08 * step for step in range(11)], (0.04, 0.02, 0.01, 0.005)
 """The same for `clip="output"`, and by which part the best so far is then changed: half the work, and less loss."""
+LEAST_GAIN = 0.07  # of the loss, for a scale per row; with more groups in a row less, as chance averages out
 COPIES = 6  # temporaries of the search in f32, for each weight
 
 
@@ -56,8 +56,26 @@ def search(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Rang
     """Returns the range of each group that `clip` asks for."""
     if grid.config.clip in ("max", "ocp"):
         return whole(weight, grid)
-    power = SAFE_POWER if importance is None else POWER
-    return least(weight, grid, counted(counts(weight, grid, importance, power)))
+    if importance is not None or grid.config.clip == "mse":
+        return least(weight, grid, counted(counts(weight, grid, importance)))
+    losses = [counted(counts(weight, grid, power=power)) for power in (SAFE_POWER, 0.0)]
+    return _worth_it(weight, grid, least(weight, grid, losses[0]), *losses)
+
+
+def _worth_it(weight: Tensor, grid: Grid, found: Range, loss: Loss, squares: Loss) -> Range:
+    """Returns the range that was found where it is worth it, and the whole one of all other groups.
+
+    Without data nobody knows how inputs go together, so any other rounding changes the output error by chance. With
+    fine steps there is little to gain: a gain may come from the single largest weight, while others lose. So the loss
+    has to be less by LEAST_GAIN, and squared errors that count alike must not be more.
+    """
+    spans, groups = (found, whole(weight, grid)), grid.groups(weight)
+    (new, old), (new_squares, old_squares) = (
+        [each(grid.errors(groups, span.scales, span.zeros)) for span in spans] for each in (loss, squares)
+    )
+    gain = LEAST_GAIN / groups.shape[1] ** 0.5
+    better = (new < (1 - gain) * old) & (new_squares <= old_squares)
+    return Range(*(torch.where(better, one, other) for one, other in zip(*spans)))
 
 
 def whole(weight: Tensor, grid: Grid) -> Range:

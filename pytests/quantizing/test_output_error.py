@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit import QuantConfig
+from lowbit.pylib.quantization import rtn
 
 SEEDS = range(3)
 
@@ -76,6 +77,24 @@ def test_least_weight_error_costs_output_here(weight: Any, group: int) -> None:
     assert max(ratio(replace(config, clip="output"), config, seed) for seed in SEEDS) < 0.92
 
 
+def sticking_out(seed: int) -> tuple[Tensor, Tensor]:
+    """Returns a weight one of whose columns is 40 times as large as the others: kurtosis above 200."""
+    weight, x = heavy(seed)
+    weight[:, 7] = torch.randn(len(weight), generator=torch.Generator().manual_seed(seed)).sign() * 40 / 32
+    return weight, x
+
+
+@pytest.mark.parametrize("weight", ["u8", "u6"])
+def test_fine_steps_are_not_fitted_to_the_largest_weight(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 6 and 8 bits and a scale per row there is little to gain, and much to lose by chance."""
+    config = QuantConfig(weight, None)
+    kinds = [(kind, seed) for kind in (heavy, usual, sticking_out) for seed in SEEDS]
+    kept = [ratio(config, replace(config, clip="max"), seed, kind) for kind, seed in kinds]
+    monkeypatch.setattr(rtn, "_worth_it", lambda weight, grid, found, *losses: found)
+    every = [ratio(config, replace(config, clip="max"), seed, kind) for kind, seed in kinds]
+    assert max(kept) < 1.03 and max(every) > 1.04
+
+
 @pytest.mark.parametrize("kind", [heavy, usual])
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("weight", ["u2", "u3", "u4"])
@@ -92,7 +111,8 @@ def test_importances_without_a_hessian(name: str) -> None:
     """Which K-quants and all other formats take, as llama.cpp does with an importance matrix."""
     plain = QuantConfig.preset(name)
     data = {kind: replace(plain, calibration=kind) for kind in ("importance", "hessian")}
-    assert [ratio(data[kind], plain, 0) < 1.06 for kind in data] == [True, True]
+    for config in data.values():
+        assert sum(ratio(config, plain, seed) for seed in SEEDS) / len(SEEDS) < 1.06
     assert ratio(data["hessian"], plain, 0, seen=True) < 0.99
     assert ratio(data["importance"], plain, 0, uneven) < (0.99 if name == "mxfp4" else 0.9)
 
@@ -157,7 +177,7 @@ def test_what_importances_do_not_serve() -> None:
         QuantConfig("u4", 64, clip="ocp")
 
 
-@pytest.mark.parametrize("weight", ["i2", "i4", "i8"])
+@pytest.mark.parametrize("weight", ["i2", "i4"])
 def test_scales_of_either_sign(weight: Any) -> None:
     """The side with one level more goes to the larger weights: an extreme above 0 is no reason for a coarser scale."""
     values = torch.linspace(-7, 8, 32).expand(2, 32) * torch.tensor([[1.0], [-1.0]])
