@@ -61,6 +61,7 @@ def expert_matmul_module(spec: MatmulSpec) -> ir.Module:
     def matmul(arguments: list[Any]) -> Any:
         op = ops.ExpertMatmulOp(*arguments[:4], y, arguments[4:], _attribute(spec.experts))
         op.outliers = spec.outliers
+        op.invariant = spec.invariant
         op.epilogue = spec.epilogue or "none"
         return op
 
@@ -223,7 +224,7 @@ def _call_of(op: Any) -> Call:
         act, out = _element(op.x), _element(op.y)
         top_k = ops.top_k_of(op) if isinstance(op, ops.TopKExpertMatmulOp) else None
         out = None if out == act else cast(Out, out)
-        invariant = isinstance(op, ops.MatmulOp) and op.invariant
+        invariant = isinstance(op, ops.MatmulOp | ops.ExpertMatmulOp) and op.invariant
         return Call(cast(Act, act), out, experts=experts, top_k=top_k, invariant=invariant)
     if isinstance(op, ops.QuantizedMatmulOp | ops.QuantizedExpertMatmulOp):
         out = None if _element(op.y) == "f16" else cast(Out, _element(op.y))

@@ -85,7 +85,7 @@ class ExpertMatmulOp(Lowbit.Operation, name="expert_matmul"):
     Slots s are sorted by expert. `rows`, tensor<?xi32>, has the row of x of each. `tiles`, tensor<?x3xi32>, says which
     slots are of which expert, some at a time: how many such tiles there are, in its first row, and in each other row an
     expert, the tile's first slot, and the slot before which it ends. A tile has no more slots than the schedule's. Rows
-    of y of slots in no tile are not written.
+    of y of slots in no tile are not written. `invariant` as for `matmul`: other slots play no part.
     """
 
     x: ext.Operand[Any]
@@ -96,6 +96,7 @@ class ExpertMatmulOp(Lowbit.Operation, name="expert_matmul"):
     bias: Sequence[ext.Operand[Any]]
     experts: ir.IntegerAttr
     outliers = Flag()
+    invariant = Flag()
     epilogue = Choice("none", *ACTIVATIONS)
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)

@@ -1,5 +1,5 @@
 """Which kernel multiplies the slots of experts: what was measured for the weight and about so many slots, or what the
-rule takes (`passes.kernels.experts.choice`). No MLIR is needed here.
+rule takes (`passes.scheduling.expert_rule`). No MLIR is needed here.
 
 A token has a slot for each of its experts, and a kernel sees slots alone: m tokens of k experts are m k of them. So the
 key of an entry has their number as its tokens. Its schedule serves token tiles of the size that it names, from half to
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, cast
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import OF_EXPERTS, KernelFamily, KernelSchedule
-from lowbit.passes.kernels.experts.choice import schedule_for_few
 from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.scheduling.choice import Origin
+from lowbit.passes.scheduling.expert_rule import schedule_for_few
+from lowbit.passes.scheduling.order_choice import order_of
 from lowbit.passes.scheduling.tables import REACH, Entry, Key, Table
 from lowbit.passes.target import Target
 
@@ -71,8 +72,9 @@ def _nearest(
         return abs(math.log2(slots / entry.key.tokens))
 
     def fits(entry: Entry) -> bool:
-        schedule = cast(Any, entry.schedule)
-        return schedule.tokens == tile and family_of(schedule).allows(spec, schedule, target)
+        schedule, family = cast(Any, entry.schedule), family_of(entry.schedule)
+        fits = schedule.tokens == tile and family.allows(spec, schedule, target)
+        return fits and (not spec.invariant or family.sum_order(spec, schedule) == order_of(spec, target))
 
     near = (entry for entry in _entries(spec, tables) if distance(entry) <= REACH and fits(entry))
     return min(near, key=distance, default=None)

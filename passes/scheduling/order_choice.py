@@ -1,7 +1,8 @@
 """The order of sums that all kernels of an invariant matmul have: a function of spec and target alone, without MLIR.
 
-It is the one whose kernels are predicted to take the least time over `TOKENS` tokens, in their geometric mean. No table
-is asked, since tables are of one GPU, or a user's own, and results are to be the same on all of an architecture.
+It is the one whose kernels are predicted to take the least time over `TOKENS` tokens, in their geometric mean; of
+experts over their token tiles, where all are hit. No table is asked, since tables are of one GPU, or a user's own, and
+results are to be the same on all of an architecture.
 """
 
 from __future__ import annotations
@@ -45,15 +46,19 @@ def _bounded(spec: MatmulSpec, target: Target) -> Iterable[tuple[float, KernelFa
 
 
 def _tiles(family: KernelFamily[Any], spec: MatmulSpec, target: Target) -> list[int]:
-    """Returns the token tiles that serve `TOKENS`; none of a family that does not serve all of them."""
+    """Returns the token tiles that serve `TOKENS`; none of a family that does not serve all of them. Of experts those
+    that any number of slots may be cut into."""
     tiles = family.token_tiles(spec, target)
+    if spec.experts > 1:
+        return list(tiles)
     if max(tiles, default=0) < TOKENS[-1]:
         return []
     return [next(tile for tile in tiles if tile >= tokens) for tokens in TOKENS]
 
 
 def _mean(times: Iterable[float]) -> float:
-    return math.exp(sum(math.log(time) for time in times) / len(TOKENS))
+    logarithms = [math.log(time) for time in times]
+    return math.exp(sum(logarithms) / len(logarithms))
 
 
 def _least(groups: Iterable[Candidates[Any]]) -> float:

@@ -14,7 +14,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelFamily, KernelRequest, KernelSchedule, operations_of
-from lowbit.passes.kernels.experts.choice import most_alone, tiles_by_slots, tiles_of
+from lowbit.passes.scheduling.expert_rule import most_alone, tiles_by_slots, tiles_of
 from lowbit.passes.kernels.permute.family import FEW_ROWS, permute_spec
 from lowbit.passes.kernels.permute.family import default_schedule as permute_schedule
 from lowbit.passes.kernels.quantize.family import default_schedule as quantize_schedule

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import EmulatorError, LowbitError
-from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.passes.kernels.registry import family_of
+from lowbit.passes.scheduling.expert_rule import tile_for
 from lowbit.pylib import reference
 from lowbit.pylib.check import definition
 from lowbit.pylib.check.cases import Case, simpler

@@ -14,7 +14,7 @@ from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.top_k import TopK
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.passes.scheduling.expert_rule import tile_for
 from lowbit.passes.target import Target
 from lowbit.pylib.runtime.devices import this_machine
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, expert_matmul

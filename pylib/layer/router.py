@@ -3,7 +3,7 @@ operations of torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from lowbit.passes.kernels.router import MOST_TOKENS, TINY, RouterPlan, router_program
 from lowbit.pylib.layer.by_kernel import aligned, compiled, unwritten_like
+from lowbit.pylib.runtime.batch_invariant import MODE
 from lowbit.pylib.runtime.driver import on_device
 
 if TYPE_CHECKING:
@@ -40,80 +41,84 @@ class Rule:
     scale: float = 1.0
 
 
-def router(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    top_k: int,
-    rule: Rule,
-    logits: torch.dtype,
-    scores: torch.dtype,
-    target: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logits [tokens, experts], the weights of a token's experts [tokens, top_k], in the order in which they
-    are chosen, and which they are, int64 [tokens, top_k].
+@dataclass(frozen=True, eq=False)
+class Router:
+    """A router of tokens [tokens, hidden].
 
-    x               [tokens, hidden]
     weight, bias    [experts, hidden] and [experts]; a kernel takes one type for both
     correction      [experts], for sigmoids; a kernel takes float32
-    logits, scores  types of what is returned
-    target          of the device that x is on, or of an emulator
+    top_k           experts of a token
+    logits, scores  types of what it returns
     """
-    plan = _plan(x, weight, bias, correction, top_k, rule, logits, scores)
-    if target == "cpu" or plan is None:
-        return by_torch(x, weight, bias, correction, top_k, rule, logits, scores)
-    kernel = _router_kernel(plan, target)
-    more = [aligned(each) for each in (bias, correction) if each is not None]
+
+    weight: Tensor
+    bias: Tensor | None
+    correction: Tensor | None
+    top_k: int
+    rule: Rule
+    logits: torch.dtype
+    scores: torch.dtype
+
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""Logits [tokens, experts]; the weights of a token's experts [tokens, top_k], in the order in which they are chosen;
+which they are, int64 [tokens, top_k]."""
+
+
+def route_tokens(x: Tensor, router: Router, target: str) -> Routed:
+    """Returns where tokens [tokens, hidden] go: few of them by one launch, where a kernel has their types and sizes.
+    Within `lowbit.batch_invariant` many are few at a time, and one at a time where torch computes.
+
+    target   of the device that x is on, or of an emulator
+    """
+    plan = None if target == "cpu" else _plan(x, router)
+    few = MOST_TOKENS if plan else 1
+    if MODE.on and len(x) > few:
+        each = [_route_few(some, router, plan, target) for some in x.split(few)]
+        logits, weights, ids = (torch.cat(parts) for parts in zip(*each))
+        return logits, weights, ids
+    return _route_few(x, router, plan if len(x) <= few else None, target)
+
+
+def _route_few(x: Tensor, router: Router, plan: RouterPlan | None, target: str) -> Routed:
+    """Returns where tokens go: by a launch if there is a plan, for up to `MOST_TOKENS`."""
+    if plan is None:
+        return by_torch(x, router)
+    kernel = _router_kernel(replace(plan, tokens=_SEVERAL if len(x) >= _SEVERAL else 1), target)
+    more = [aligned(each) for each in (router.bias, router.correction) if each is not None]
     with on_device(x.get_device()):
-        products = unwritten_like((len(x), plan.experts), x, logits)
-        weights, ids = (unwritten_like((len(x), top_k), x, kind) for kind in (scores, torch.int64))
-        kernel.start(aligned(x), aligned(weight), products, weights, ids, *more, len(x), rule.scale)
+        products = unwritten_like((len(x), plan.experts), x, router.logits)
+        weights, ids = (unwritten_like((len(x), plan.top_k), x, kind) for kind in (router.scores, torch.int64))
+        kernel.start(aligned(x), aligned(router.weight), products, weights, ids, *more, len(x), router.rule.scale)
     return products, weights, ids
 
 
-def by_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    top_k: int,
-    rule: Rule,
-    logits: torch.dtype,
-    scores: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+def by_torch(x: Tensor, router: Router) -> Routed:
     """Returns the same, in operations of torch."""
-    products = linear(x.float(), weight.float(), None if bias is None else bias.float())
+    rule, bias = router.rule, router.bias
+    products = linear(x.float(), router.weight.float(), None if bias is None else bias.float())
     each = products.softmax(-1) if rule.softmax else products.sigmoid()
-    ids = torch.topk(each if correction is None else each + correction, top_k, dim=-1).indices
+    choice = each if router.correction is None else each + router.correction
+    ids = torch.topk(choice, router.top_k, dim=-1).indices
     chosen = each.gather(1, ids)
     if rule.renormalized:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + (0 if rule.softmax else TINY))
-    return products.to(logits), (chosen * rule.scale).to(scores), ids
+    return products.to(router.logits), (chosen * rule.scale).to(router.scores), ids
 
 
-def _plan(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    top_k: int,
-    rule: Rule,
-    logits: torch.dtype,
-    scores: torch.dtype,
-) -> RouterPlan | None:
-    """Returns what a kernel for these tokens is made for; None where there is none for their number, types or sizes."""
+def _plan(x: Tensor, router: Router) -> RouterPlan | None:
+    """Returns what a kernel for tokens like these is made for; None where there is none for their types or sizes."""
+    weight, bias, correction, rule, top_k = router.weight, router.bias, router.correction, router.rule, router.top_k
     experts, hidden = weight.shape
-    elements = [ELEMENTS.get(kind) for kind in (x.dtype, weight.dtype, logits, scores)]
+    elements = [ELEMENTS.get(kind) for kind in (x.dtype, weight.dtype, router.logits, router.scores)]
     alike = bias is None or bias.dtype is weight.dtype
     plain = correction is None or (correction.dtype is torch.float32 and not rule.softmax)
     fits = hidden % _PIECE == 0 and hidden <= _MOST_COLUMNS and top_k <= experts <= _MOST_EXPERTS
-    if None in elements or not (alike and plain and fits and 0 < len(x) <= MOST_TOKENS):
+    if None in elements or not (alike and plain and fits and len(x)):
         return None
     flags = rule.softmax, rule.renormalized, bias is not None, correction is not None
-    tokens = _SEVERAL if len(x) >= _SEVERAL else 1
     of_x, of_weight, of_logits, of_scores = cast(list[str], elements)
-    return RouterPlan(hidden, experts, top_k, of_x, of_weight, of_logits, of_scores, *flags, tokens)
+    return RouterPlan(hidden, experts, top_k, of_x, of_weight, of_logits, of_scores, *flags)
 
 
 @lru_cache(maxsize=64)

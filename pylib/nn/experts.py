@@ -47,7 +47,7 @@ class LowbitExperts(NoDense):
     """
 
     _dense = MATRICES
-    _stacked: Stacked | None  # what was made of the layers at the last call; None: they may be others now
+    _stacked: dict[bool, Stacked]  # what was made of the layers, by `MODE.on`; empty: they may be others now
 
     def __init__(self, dense: nn.Module, gate_up: Sequence[LowbitLinear], down: Sequence[LowbitLinear]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class LowbitExperts(NoDense):
         self._group: Any = None  # the processes that have the parts of these experts, or the others
         self._count = len(self.gate_up)  # in all processes
         self._first = 0  # which of them is the first here
-        self._stacked = None
+        self._stacked = {}
         _alive.add(self)
         self.train(dense.training)
 
@@ -151,11 +151,10 @@ class LowbitExperts(NoDense):
         """Returns the stacked weights for a call, if a kernel for all experts serves it.
 
         They are made outside of graphs, which would hold their memory; while torch.compile traces as well. A program
-        that is exported holds the tensors of the layers, and these would be in it twice. Within
-        `lowbit.batch_invariant` each expert is called by itself.
+        that is exported holds the tensors of the layers, and these would be in it twice.
         """
         trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
-        if trains or MODE.on or _is_exported() or target_of(x.device) is None:
+        if trains or _is_exported() or target_of(x.device) is None:
             return None
         if is_compiling():
             _stack_all()
@@ -163,14 +162,16 @@ class LowbitExperts(NoDense):
             if _is_capturing(x):
                 return None
             self._stack()
-        return self._stacked if self._stacked is not None and self._stacked.takes(x) else None
+        found = self._stacked.get(MODE.on)
+        return found if found is not None and found.takes(x) else None
 
     def _is_stacked(self) -> bool:
         """Tells whether the layers are those that were stacked last."""
-        return self._stacked is not None and self._stacked.holds((self.gate_up, self.down))
+        found = self._stacked.get(MODE.on)
+        return found is not None and found.holds((self.gate_up, self.down))
 
     def _stack(self) -> None:
-        self._stacked = stacked((self.gate_up, self.down), self._gate())
+        self._stacked[MODE.on] = stacked((self.gate_up, self.down), self._gate())
 
     def _gate(self) -> Gate | None:
         """Returns the gate of the dense class, where a kernel can apply it."""
@@ -181,12 +182,12 @@ class LowbitExperts(NoDense):
         return apply_gate(self, h, self._dense_class)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._stacked = None
+        self._stacked = {}
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Prepare the layers, which are loaded next, for tensors whose rows may be stored in another order."""
-        self._stacked = None
+        self._stacked = {}
         gate = self._gate()
         for name, layer in self.gate_up.named_children():
             about = state_dict.get(f"{prefix}gate_up.{name}.{EXTRA_STATE}")
@@ -204,7 +205,7 @@ class LowbitExperts(NoDense):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy is made of, whose layers have other tensors."""
-        return {**self.__dict__, "_stacked": None}
+        return {**self.__dict__, "_stacked": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -224,7 +225,7 @@ class LowbitExperts(NoDense):
                 parts = [packed.shard(0, block * count + index, blocks * count) for block in range(blocks)]
                 self.gate_up[expert] = concatenated([LowbitLinear.from_packed(part) for part in parts])
             cast(LowbitLinear, down).split_(1, index, count)
-        self._group, self._stacked = group, None
+        self._group, self._stacked = group, {}
 
     def keep_(self, index: int, count: int, group: Any) -> None:
         """Keep one of several equal parts of the experts, for expert parallelism; ids stay those of all.
@@ -238,7 +239,7 @@ class LowbitExperts(NoDense):
         each = self._count // count
         self._first, here = index * each, slice(index * each, (index + 1) * each)
         self.gate_up, self.down = self.gate_up[here], self.down[here]
-        self._group, self._stacked = group, None
+        self._group, self._stacked = group, {}
 
     def expert(self, expert: int, x: Tensor) -> Tensor:
         """Returns what one expert makes of tokens [..., hidden]."""

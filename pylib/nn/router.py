@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.passes.kernels.router import MOST_TOKENS
-from lowbit.pylib.layer.router import ELEMENTS, Rule, by_torch
+from lowbit.pylib.layer.router import ELEMENTS, Router, Rule, by_torch
 from lowbit.pylib.nn.chain import subclass
 from lowbit.pylib.operator import layer_schema as layer_schema  # which declares the operator
+from lowbit.pylib.runtime.batch_invariant import MODE
 
 CORRECTION = "e_score_correction_bias"
 _TENSORS = {"weight", "bias", CORRECTION}
@@ -157,17 +158,18 @@ def _rule_of(trial: nn.Module, x: Tensor, top_k: int) -> Rule | None:
         return None
     logits, scores, ids = outcome
     weight, bias, correction = (getattr(trial, name, None) for name in ("weight", "bias", CORRECTION))
-    given, wide = (cast(Tensor, weight), bias, correction), torch.float32
+    given, wide = (cast(Tensor, weight), bias, correction, top_k), torch.float32
     for softmax, renormalized in product((True, False), repeat=2):
         if softmax and correction is not None:
             continue
         rule = Rule(softmax, renormalized)
-        products, unscaled, expected = by_torch(x, *given, top_k, rule, wide, wide)
+        router = Router(*given, rule, wide, wide)
+        products, unscaled, expected = by_torch(x, router)
         if not (scores.shape == unscaled.shape and torch.equal(ids.sort(-1)[0], expected.sort(-1)[0])):
             continue
         found, unscaled = scores.gather(1, ids.argsort(-1)), unscaled.gather(1, expected.argsort(-1))
         scale = round(float(found.sum() / unscaled.sum()), 6)
-        far = by_torch(x * _FAR, *given, top_k, rule, wide, wide)[0]
+        far = by_torch(x * _FAR, router)[0]
         if _close(logits, products) and _close(found, unscaled * scale) and _close(trial(x * _FAR)[0], far):
             return Rule(softmax, renormalized, scale)
     return None
@@ -197,10 +199,12 @@ def _routing_class(cls: type[nn.Module], routing: Routing) -> type[nn.Module]:
 
 
 def _is_for(router: Any, x: Tensor, routing: Routing) -> bool:
-    """Tells whether tokens are few enough, without gradients, and the router as it was when it was tried."""
+    """Tells whether tokens are few enough, without gradients, and the router as it was when it was tried. Within
+    `lowbit.batch_invariant` any number is."""
     weight = router.weight
     if router.training or torch.is_grad_enabled() or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         return False
-    few = 0 < x.numel() <= MOST_TOKENS * weight.shape[1] and (routing.flat or x.ndim == 2)
+    some = x.numel() > 0 and (MODE.on or x.numel() <= MOST_TOKENS * weight.shape[1])
+    few = some and (routing.flat or x.ndim == 2)
     alike = weight.dtype is routing.weight and weight.device == x.device
     return few and alike and all(getattr(router, name, None) == value for name, value in routing.settings)

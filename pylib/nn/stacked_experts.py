@@ -22,6 +22,7 @@ from lowbit.passes.targets import parse_target
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, with_gate
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.operator.schema import describe
+from lowbit.pylib.runtime.batch_invariant import called
 from lowbit.pylib.runtime.devices import target_at
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.torch_types import TORCH
@@ -104,7 +105,8 @@ def _modules_of(lists: Sequence[nn.ModuleList]) -> list[list[nn.Module | None]]:
 
 
 def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked:
-    """Stacks the tensors of layers of experts, where a kernel serves all experts of each list together.
+    """Stacks the tensors of layers of experts, where a kernel serves all experts of each list together; within
+    `lowbit.batch_invariant` one of those whose sums have one order.
 
     lists   gate_up and down of every expert
     gate    what the kernel of gate_up applies to its sums, of whose layers it makes `GatedLinear`s; None: nothing
@@ -143,7 +145,7 @@ def _served(layers: list[nn.Module]) -> bool:
     if rounds and any(map(_has_wide_range, plain)):
         return False
     try:
-        spec = spec_of_experts(first.spec, len(plain))
+        spec = spec_of_experts(called(first.spec), len(plain))
         return _is_cut_in_experts(spec, first.spec) and bool(expert_matmul(spec, on).tiles)
     except SpecError:
         return False
@@ -166,7 +168,7 @@ def _has_wide_range(layer: LowbitLinear) -> bool:
 
 def _stack(layers: nn.ModuleList) -> StackedWeights:
     plain = cast(list[LowbitLinear], list(layers))
-    spec = spec_of_experts(plain[0].spec, len(plain))
+    spec = spec_of_experts(called(plain[0].spec), len(plain))
     target = parse_target(cast(str, target_of(plain[0].codes.device)))
     with torch.inference_mode(False), torch.no_grad():
         tensors = [_stack_tensor(plain, slot.name) for slot in plain[0].spec.tensors]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.passes.scheduling.expert_rule import tile_for
 from lowbit.pylib.operator import expert_schema
 from lowbit.pylib.operator.tracing import is_observed
 

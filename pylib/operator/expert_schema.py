@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.experts.choice import tile_for
+from lowbit.passes.scheduling.expert_rule import tile_for
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.by_kernel import aligned, combine_by_kernel, route_by_kernel
 from lowbit.pylib.experts.routing import Routing

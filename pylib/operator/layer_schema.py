@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lowbit.pylib.layer import by_kernel
 from lowbit.pylib.layer.reference import Norm
-from lowbit.pylib.layer.router import Rule
-from lowbit.pylib.layer.router import router as route_tokens
+from lowbit.pylib.layer.router import Router, Rule, route_tokens
 from lowbit.pylib.runtime.devices import target_at
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
@@ -117,8 +116,8 @@ def router(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logits [tokens, experts] of x [tokens, hidden], the weights of a token's experts [tokens, top_k], in
     the order in which they are chosen, and which they are, int64 [tokens, top_k]; as `pylib.layer.router` has it."""
-    rule = Rule(softmax, renormalized, scale)
-    return route_tokens(x, weight, bias, correction, top_k, rule, logits, scores, _target(target, x))
+    given = Router(weight, bias, correction, top_k, Rule(softmax, renormalized, scale), logits, scores)
+    return route_tokens(x, given, _target(target, x))
 
 
 def _target(given: str, tensor: Tensor) -> str:

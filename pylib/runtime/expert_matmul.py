@@ -22,9 +22,9 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.experts.choice import tiles_of
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.scheduling.expert_choice import choose_for_slots
+from lowbit.passes.scheduling.expert_rule import tiles_of
 from lowbit.passes.target import Target
 from lowbit.pylib.build import user_tables
 from lowbit.pylib.build.driver import Artifact, load

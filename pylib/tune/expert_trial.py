@@ -18,8 +18,8 @@ from torch import Tensor
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.experts.choice import tile_for
 from lowbit.passes.kernels.registry import family_of
+from lowbit.passes.scheduling.expert_rule import tile_for
 from lowbit.pylib.experts.routing import route
 from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, expert_matmul

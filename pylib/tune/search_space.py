@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, KernelSchedule
-from lowbit.passes.kernels.experts.choice import tile_for, tiles_of
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.scheduling.choice import Chooser, trusted_tables
 from lowbit.passes.scheduling.expert_choice import choose_for_slots, families_of_slots
+from lowbit.passes.scheduling.expert_rule import tile_for, tiles_of
 from lowbit.passes.scheduling.tables import Key, shipped_tables
 from lowbit.passes.target import Target
 
@@ -61,11 +61,11 @@ def _candidates_of_slots(spec: MatmulSpec, slots: int, target: Target) -> list[K
     tile = tile_for(tiles_of(spec, target), slots, spec.experts)
     tables = ([], trusted_tables(target))
     chosen = [choose_for_slots(spec, tile, slots, target, each).schedule for each in tables]
-    families = families_of_slots(spec, tile, target)
+    families, chooser = families_of_slots(spec, tile, target), Chooser(spec, target)
     families.sort(key=lambda family: family is not family_of(chosen[0]))
     found = list(dict.fromkeys(chosen))
     for family in families:
-        space = family.search_space(spec, tile, target)
+        space = _space(chooser, family, spec, tile, target)
         found += sorted(space, key=lambda s: family.predict(spec, tile, s, target))
     return list(dict.fromkeys(found))
 

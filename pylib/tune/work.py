@@ -9,8 +9,8 @@ from typing import Any
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.experts.choice import tiles_of
 from lowbit.passes.scheduling.choice import Chooser, check_token_tile
+from lowbit.passes.scheduling.expert_rule import tiles_of
 from lowbit.passes.target import Target
 from lowbit.pylib.tune import presets
 from lowbit.pylib.tune.model_shapes import Size, matmul_sizes

@@ -17,12 +17,12 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.experts.choice import schedule_for_few, tile_for, tiles_of
 from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.scheduling.expert_choice import choose_for_slots
+from lowbit.passes.scheduling.expert_rule import schedule_for_few, tile_for, tiles_of
 from lowbit.passes.scheduling.tables import Entry, Key, Table, parse_table, read_table
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build import user_tables

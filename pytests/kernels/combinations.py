@@ -22,7 +22,7 @@ from allpairspy import AllPairs
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule
-from lowbit.passes.kernels.experts.choice import tiles_of
+from lowbit.passes.scheduling.expert_rule import tiles_of
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.check.cases import CODES, Case, spec_of
 
@@ -215,7 +215,7 @@ EXPERT_FACTORS: dict[str, tuple[Any, ...]] = FACTORS | {
     "scale": ("f16", "bf16", "f32", "e8m0", "e4m3", "u4", "i6", "lut8"),
     "epilogue": (None, "silu_mul", "gelu_mul", "swiglu_oai"),
     "experts": (3,),
-    "invariant": (False,),  # experts refuse it
+    "invariant": (False,),  # expert_array adds some that are
     "n": (48, 96, 144),
     "k": (64, 96, 192, 256),
 }
@@ -225,7 +225,8 @@ EXPERT_FACTORS: dict[str, tuple[Any, ...]] = FACTORS | {
 @cache
 def expert_array() -> CoveringArray:
     """Returns choices for weights of experts: of rows in which every two values meet that go together, those that a
-    kernel serves. They are in an order in which every other has nearly all values."""
+    kernel serves, and half of them again as invariant ones, where those have kernels. They are in an order in which
+    every other has nearly all values."""
     bases = [base | {"experts": 3, "n": 48} for base in BASES]
 
     def may_become_legal(row: list[Any]) -> bool:
@@ -234,6 +235,8 @@ def expert_array() -> CoveringArray:
     rows = AllPairs(list(EXPERT_FACTORS.values()), filter_func=may_become_legal)
     choices = [dict(zip(EXPERT_FACTORS, row)) for row in rows]
     choices = [choice for choice in choices if legal(choice) and _has_kernel(choice)]
+    invariant = [choice | {"invariant": True} for choice in choices]
+    choices += [choice for choice in invariant if legal(choice) and _has_kernel(choice)][::2]
     random.Random(1).shuffle(choices)
     return CoveringArray(choices)
 

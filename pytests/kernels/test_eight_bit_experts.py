@@ -30,12 +30,12 @@ from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_experts.schedule import EightBitExpertsSchedule
 from lowbit.passes.kernels.eight_bit_experts_mma.schedule import EightBitExpertsMmaSchedule
 from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
-from lowbit.passes.kernels.experts.choice import schedule_for, tiles_of
 from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import compile_kernel
+from lowbit.passes.scheduling.expert_rule import schedule_for, tiles_of
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance

@@ -21,7 +21,6 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.expert_tiles import ExpertTiles
-from lowbit.passes.kernels.experts.choice import schedule_for, schedule_for_few, tiles_of
 from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
@@ -30,6 +29,7 @@ from lowbit.passes.kernels.persistent.tile_order import Turn
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.kernels.streaming.work import ExpertWork
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
+from lowbit.passes.scheduling.expert_rule import schedule_for, schedule_for_few, tiles_of
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,15 +16,21 @@ from torch import Tensor
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.scheduling import choice
+from lowbit.passes.scheduling.expert_choice import choose_for_slots
+from lowbit.passes.scheduling.expert_rule import tiles_of
+from lowbit.passes.scheduling.order_choice import order_of
 from lowbit.passes.scheduling.tables import Entry, Key, Table
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference.inputs import random_inputs, random_residual
+from lowbit.pylib.runtime.expert_matmul import EmulatorLaunches
 from lowbit.pylib.tune.search_space import candidates, neighbours
+from lowbit.pylib.weights.packed import pack
 
 S = lowbit.MatmulSpec
 SPECS = {
@@ -137,6 +144,79 @@ def test_another_cut_of_k_gives_other_bits(name: str, other: dict[str, int]) -> 
     assert not torch.equal(*results)
 
 
+EXPERTS = ("u4", "u3, float zeros", "i8", "nf4", "f6", "small groups", "nvfp4", "two levels", "gated")
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_kernels_of_experts_with_one_order_give_equal_bits(data: st.DataObject) -> None:
+    """Of token tiles of whatever size, wherever a slot stands in one, beside slots of NaN."""
+    target = parse_target(data.draw(st.sampled_from(EMULATED)))
+    one = INVARIANT[data.draw(st.sampled_from(EXPERTS))]
+    spec, family = replace(one, n=3 * one.n, experts=3), FAMILIES["experts_decode"]
+    order = data.draw(st.sampled_from(family.orders(spec, target)))
+    groups = (group for tile in (8, 16, 32, 64) for group in family.in_order(spec, tile, target, order))
+    schedules = [s for group in groups for s in group.schedules]
+    if not schedules:  # k is too short for the order
+        return
+    first, second = data.draw(st.lists(st.sampled_from(schedules), min_size=2, max_size=2))
+    x, tensors = random_inputs(spec, 1, data.draw(st.integers(0, 99)))
+    alone = slots_of(spec, target, first, x, tensors, 1, 0)
+    count = data.draw(st.integers(1, second.tokens + 3))
+    assert torch.equal(slots_of(spec, target, second, x, tensors, count, data.draw(st.integers(0, count - 1))), alone)
+
+
+def test_kernels_of_experts_with_other_orders_give_other_bits() -> None:
+    """Which the test above would see."""
+    spec, target = replace(INVARIANT["u4"], n=288, experts=3), parse_target("emulator:sm_90a")
+    x, tensors = random_inputs(spec, 1, 1)
+    s = ExpertsDecodeSchedule(8, 1, 1, 2, 64, 2)
+    others = replace(s, warps_k=4), replace(s, step_k=128), replace(s, split_k=2, cluster=2)
+    alone, *found = (slots_of(spec, target, each, x, tensors, 1, 0) for each in (s, *others))
+    assert not any(torch.equal(each, alone) for each in found)
+
+
+def slots_of(
+    spec: lowbit.MatmulSpec, target: Target, s: Any, x: Tensor, tensors: dict[str, Any], count: int, place: int
+) -> Tensor:
+    """Returns y of one slot of the last expert, one of so many, which has x; the others have NaN."""
+    rows = torch.full((count, spec.k), float("nan"), dtype=x.dtype)
+    rows[place] = x[0]
+    ends = [(first, min(first + s.tokens, count)) for first in range(0, count, s.tokens)]
+    tiles = torch.zeros(count + 1, 3, dtype=torch.int32)
+    tiles[0, 0] = len(ends)
+    tiles[1 : len(ends) + 1] = torch.tensor([(spec.experts - 1, *each) for each in ends])
+    launches = EmulatorLaunches(spec, target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "_schedule", lambda tile, slots: s)
+        numbers = torch.arange(count, dtype=torch.int32)
+        return launches.run((rows,), numbers, tiles, list(pack(spec, **tensors).values()), s.tokens)[place]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_all_kernels_of_experts_have_one_order(name: str, target: str) -> None:
+    """For every token tile and number of slots; a measured schedule of another order is not taken."""
+    one, on, family = INVARIANT[name], parse_target(target), FAMILIES["experts_decode"]
+    spec = replace(one, n=16 * 1024, k=2048, experts=16)
+    tiles, order = tiles_of(spec, on), order_of(spec, on)
+    assert len(tiles) > 1
+    for tile, slots in itertools.product(tiles, (1, 8, 40, 600, 20_000)):
+        chosen = choose_for_slots(spec, tile, slots, on, ())
+        assert family.sum_order(spec, chosen.schedule) == order
+        other = replace(chosen.schedule, step_k=2 * order.step_k)
+        entry = Entry(Key.of(spec, slots), other, 0.5, "2026-11-21", "0.1.0")
+        table = Table("", on.capability, "", {}).with_entries([entry])
+        assert choose_for_slots(spec, tile, slots, on, [table]).schedule == chosen.schedule
+
+
+def test_the_tuner_times_schedules_of_experts_in_the_order() -> None:
+    spec, target = replace(INVARIANT["u4"], n=16 * 1024, k=2048, experts=16), parse_target("sm_90a")
+    found = candidates(spec, 64, target, 20)
+    order = order_of(spec, target)
+    assert len(found) > 3 and {FAMILIES["experts_decode"].sum_order(spec, s) for s in found} == {order}
+
+
 def test_without_invariance_a_cluster_adds_up_in_another_order() -> None:
     """So do blocks that begin at other columns: orders say so."""
     spec, s = replace(SPECS["u4"], out="f32"), Schedule(8, 4, 1, 2, 64, 2, split_k=4, cluster=4)
@@ -194,7 +274,8 @@ def test_a_schedule_of_another_order_is_refused() -> None:
     ("fields", "message"),
     [
         ({"compute": "i8", "compute_from": 17}, "compute_from=17 multiplies few rows in another type than many"),
-        ({"experts": 2}, "has no kernels for experts=2; use invariant=False"),
+        ({"experts": 2, "compute": "i8"}, "has no kernels for experts=2 in i8; use compute=None, or a matmul"),
+        ({"experts": 2, "top_k": {"count": 2}}, "adds up experts in one way, by rows sorted by expert; drop top_k="),
         ({"weight": "nf4", "compute": "f8e4m3", "fold_scales": True}, "multiplies codes as they are, and those of"),
     ],
 )

@@ -10,7 +10,7 @@ from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.router import RouterPlan, router_program
 from lowbit.passes.pipeline import lower_program
 from lowbit.passes.targets import parse_target
-from lowbit.pylib.layer.router import Rule, by_torch, router
+from lowbit.pylib.layer.router import Router, Rule, by_torch, route_tokens
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TARGETS = pytest.mark.parametrize("target", ["emulator:sm_90a", "emulator:sm_80", "cpu"])
@@ -52,7 +52,8 @@ def assert_routes(
     bias = tensors(1, experts, 1, weight, F32)[0][0] if biased else None
     correction = tensors(1, experts, 2, F32, F32)[0][0] * 0.1 if corrected else None
     given = [None if each is None else each.to(device) for each in (tokens, rows, bias, correction)]
-    logits, scores, ids = router(*given, top_k, rule, weight, F32, target)  # type: ignore[arg-type]
+    routed = Router(*given[1:], top_k, rule, weight, F32)  # type: ignore[arg-type]
+    logits, scores, ids = route_tokens(given[0], routed, target)  # type: ignore[arg-type]
     expected = exact(tokens, rows, bias, correction, top_k, rule)
     eps = torch.finfo(weight).eps
     torch.testing.assert_close(logits.cpu().double(), expected[0], rtol=eps, atol=1e-5)
@@ -100,7 +101,7 @@ def test_sigmoids_and_their_correction(target: str) -> None:
 def test_equal_numbers_are_in_order(target: str) -> None:
     x, weight = torch.ones(2, 64, dtype=BF16), torch.zeros(16, 64, dtype=BF16)
     weight[[3, 9, 12]] = 1.0
-    _, scores, ids = router(x, weight, None, None, 5, SOFTMAX, BF16, F32, target)
+    _, scores, ids = route_tokens(x, Router(weight, None, None, 5, SOFTMAX, BF16, F32), target)
     if target != "cpu":  # torch says nothing of their order
         assert ids.tolist() == [[3, 9, 12, 0, 1]] * 2
     assert torch.equal(scores[:, :3], scores[:, :1].expand(2, 3))
@@ -109,9 +110,9 @@ def test_equal_numbers_are_in_order(target: str) -> None:
 @TARGETS
 def test_what_is_no_number_stays_with_its_token(target: str) -> None:
     x, weight = tensors(5, 64, 16, BF16, BF16)
-    expected = router(x, weight, None, None, 4, SOFTMAX, BF16, F32, target)
+    expected = route_tokens(x, Router(weight, None, None, 4, SOFTMAX, BF16, F32), target)
     x[2, 5] = torch.nan
-    found = router(x, weight, None, None, 4, SOFTMAX, BF16, F32, target)
+    found = route_tokens(x, Router(weight, None, None, 4, SOFTMAX, BF16, F32), target)
     others = [0, 1, 3, 4]
     assert all(torch.equal(a[others], b[others]) for a, b in zip(found, expected))
     assert found[1][2].isnan().all() and ((found[2] >= 0) & (found[2] < 16)).all()
@@ -121,7 +122,7 @@ def test_what_is_no_number_stays_with_its_token(target: str) -> None:
 def test_infinite_logits(target: str) -> None:
     x, weight = torch.ones(1, 64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)
     weight[:5, 0] = -torch.inf
-    _, scores, ids = router(x, weight, None, None, 4, SOFTMAX, BF16, F32, target)
+    _, scores, ids = route_tokens(x, Router(weight, None, None, 4, SOFTMAX, BF16, F32), target)
     assert sorted(ids[0, :3].tolist()) == [5, 6, 7] and ids[0, 3] < 5
     torch.testing.assert_close(scores, torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0.0]]))
 
@@ -129,9 +130,9 @@ def test_infinite_logits(target: str) -> None:
 def test_what_no_kernel_has_is_computed_by_torch() -> None:
     x, weight = tensors(65, 64, 8, BF16, BF16)
     for tokens, columns in ((65, 64), (0, 64), (2, 60)):
-        given = x[:tokens, :columns], weight[:, :columns].contiguous()
-        found = router(*given, None, None, 2, SOFTMAX, BF16, F32, "emulator:sm_90a")
-        expected = by_torch(*given, None, None, 2, SOFTMAX, BF16, F32)
+        router = Router(weight[:, :columns].contiguous(), None, None, 2, SOFTMAX, BF16, F32)
+        found = route_tokens(x[:tokens, :columns], router, "emulator:sm_90a")
+        expected = by_torch(x[:tokens, :columns], router)
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 

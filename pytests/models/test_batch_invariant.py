@@ -11,6 +11,9 @@ from torch import Tensor
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.pylib.layer import by_kernel
+from lowbit.pylib.layer.router import Router, Rule, route_tokens
+from lowbit.pylib.nn import experts as experts_module
+from lowbit.pylib.nn import stacked_experts
 from lowbit.pylib.runtime.batch_invariant import MODE, called
 
 transformers = pytest.importorskip("transformers")
@@ -74,14 +77,46 @@ def test_attention_shares_out_places_in_one_way(monkeypatch: pytest.MonkeyPatch)
         assert {parts(rows) for rows in (1, 2, 8, 16, 64)} == {parts(1)}
 
 
-def test_experts_are_called_one_by_one() -> None:
-    model = low_bit("Qwen3Moe").model.layers[0].mlp
-    x = torch.randn(1, 9, 128).bfloat16()
+@pytest.mark.parametrize("target", ["cpu", "emulator:sm_80", "emulator:sm_90a"])
+def test_experts_give_a_token_the_same_bits(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch for all experts, of token tiles of any size, beside a token that is no number."""
+    for module in (stacked_experts, experts_module):
+        monkeypatch.setattr(module, "target_of", lambda _: target)
+    experts, x = low_bit("Qwen3Moe").model.layers[0].mlp.experts, torch.randn(150, 128).bfloat16()
+    ids, weights = routing(150)
+    x[77] = torch.nan
+    with torch.no_grad():
+        usual = experts(x, ids, weights)
+        with lowbit.batch_invariant():
+            together = experts(x, ids, weights)
+            assert experts._stacked[True].matrices and experts._stacked[False].matrices
+            for first, last in ((0, 1), (5, 7), (76, 78), (30, 43), (149, 150)):
+                some = experts(x[first:last], ids[first:last], weights[first:last])
+                torch.testing.assert_close(some, together[first:last], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(experts(x, ids, weights), usual, rtol=0, atol=0, equal_nan=True)
+
+
+def test_experts_in_eight_bits_are_called_one_by_one() -> None:
+    """No kernel for all experts has an order of sums for them."""
+    experts, x = low_bit("Qwen3Moe").model.layers[0].mlp.experts, torch.randn(9, 128).bfloat16()
+    lowbit.set_compute_(experts, "i8")
+    ids, weights = routing(9)
     with torch.no_grad(), lowbit.batch_invariant():
-        together = model.experts(x[0], *routing(9))
-        ids, weights = routing(9)
-        alone = torch.cat([model.experts(x[0, i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(9)])
-    assert torch.equal(together, alone)
+        together = experts(x, ids, weights)
+        alone = torch.cat([experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(9)])
+        assert torch.equal(together, alone) and not experts._stacked[True].matrices
+
+
+@pytest.mark.parametrize("target", ["cpu", "emulator:sm_90a"])
+def test_routers_give_a_token_the_same_bits(target: str) -> None:
+    """Also where there are more tokens than a launch takes, and than the chosen kernel of one has."""
+    x, weight = torch.randn(150, 264).bfloat16(), torch.randn(60, 264).bfloat16()
+    router = Router(weight, None, None, 4, Rule(), torch.bfloat16, torch.float32)
+    with lowbit.batch_invariant():
+        together = route_tokens(x, router, target)
+        for first, last in ((0, 1), (5, 7), (30, 43), (100, 150)):
+            some = route_tokens(x[first:last], router, target)
+            assert all(torch.equal(a, b[first:last]) for a, b in zip(some, together))
 
 
 def routing(tokens: int) -> tuple[Tensor, Tensor]:

@@ -54,13 +54,13 @@ def call(request: pytest.FixtureRequest, experts: LowbitExperts, monkeypatch: py
     monkeypatch.setattr(expert_schema, "by_ids", by_ids)
     for module in (stacked_experts, experts_module):
         monkeypatch.setattr(module, "target_of", lambda _: target)
-    experts._stacked = None
+    experts._stacked = {}
     run = torch.compile(experts, backend="eager") if request.param == "every expert" else experts
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         with torch.no_grad():
             y = run(x, ids, weights)
-        assert (experts._stacked is not None) == (target is not None)
+        assert bool(experts._stacked) == (target is not None)
         return y
 
     return call
@@ -231,11 +231,11 @@ def test_layers_that_are_no_experts(gate_up: list[LowbitLinear], down: list[Lowb
 def test_gradients_of_x(how: str, experts: LowbitExperts) -> None:
     """Before and after a call that stacked the experts' weights, and as torch.compile traces them."""
     x, ids, weights = inputs(9)
-    experts._stacked = None
+    experts._stacked = {}
     if how == "stacked":
         with torch.no_grad():
             experts(x, ids, weights)
-        assert experts._stacked is not None
+        assert experts._stacked
     torch._dynamo.reset()
     call = torch.compile(experts, backend="aot_eager", fullgraph=True) if how == "compiled" else experts
     leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()

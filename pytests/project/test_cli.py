@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from lowbit import __version__ as version
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.experts.choice import schedule_for_few, tile_for, tiles_of
+from lowbit.passes.scheduling.expert_rule import schedule_for_few, tile_for, tiles_of
 from lowbit.passes.stages import stages
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import kernel_choices

@@ -6,6 +6,7 @@ kernels serves. The shapes are those that won most often on an H200 (docs/lab-no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,7 +16,10 @@ from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.streaming.candidates import SMALL_GROUP
 from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, spills
+from lowbit.passes.kernels.streaming.order import sum_order
 from lowbit.passes.kernels.streaming.plan import known_plan
+from lowbit.passes.kernels.streaming.search_space import MOST_WARPS
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.target import Target
 
 
@@ -44,7 +48,7 @@ class _Shape(NamedTuple):
             self.num_stages,
             wgmma=self.wgmma,
             max_blocks_per_sm=self.blocks,
-            refill="after_first_mma" if tile >= _MANY else "before_mma",
+            refill="after_first_mma" if self.wgmma and tile >= _MANY else "before_mma",
             overlap_groups=self.wgmma and self.row_blocks == 1 and self.warps_n < 16,  # so many hide their waits
         )
 
@@ -94,6 +98,26 @@ def candidates(
         return found
     least = [shape._replace(step_k=spec.packing.chunk) for shape in _LEAST]
     return list(_fitting(spec, tile, target, family, least))
+
+
+def cuts(spec: MatmulSpec) -> list[ExpertsDecodeSchedule]:
+    """Returns a schedule of each way in which candidates cut k."""
+    steps = dict.fromkeys((shape.warps_k, shape.step_k) for shape in itertools.chain(*_SHAPES.values()))
+    steps |= dict.fromkeys((shape.warps_k, spec.packing.chunk) for shape in _LEAST)
+    kept = [(warps_k, step) for warps_k, step in steps if step % spec.packing.chunk == 0]
+    plain = [ExpertsDecodeSchedule(8, 1, 1, warps_k, step, 2) for warps_k, step in kept]
+    return [*plain, *(replace(s, split_k=2, cluster=2) for s in plain)]
+
+
+def in_order(
+    spec: MatmulSpec, tile: int, target: Target, order: SumOrder, family: KernelFamily[ExpertsDecodeSchedule]
+) -> list[ExpertsDecodeSchedule]:
+    """Returns the family's schedules with tiles of so many slots whose kernels have an order of sums: the shapes of
+    candidates, with k cut as the order says; those of 16 slots, too, where the others are of wgmma."""
+    shapes = (*_SHAPES[tile], *_SHAPES[16], *_LEAST) if tile in _SHAPES else ()
+    cut = dict.fromkeys(shape._replace(warps_k=order.warps_k, step_k=order.step_k) for shape in shapes)
+    found = _fitting(spec, tile, target, family, [each for each in cut if each.warps_n * each.warps_k <= MOST_WARPS])
+    return [s for s in found if sum_order(spec, s) == order]
 
 
 def _fitting(

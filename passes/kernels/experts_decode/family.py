@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.base import SURE, Candidates, KernelFamily, Operation
 from lowbit.passes.kernels.experts_decode import legality
-from lowbit.passes.kernels.experts_decode.candidates import candidates
+from lowbit.passes.kernels.experts_decode.candidates import candidates, cuts, in_order
 from lowbit.passes.kernels.experts_decode.schedule import TOKENS, ExpertsDecodeSchedule
 from lowbit.passes.kernels.streaming.cost_model import predict
+from lowbit.passes.kernels.streaming.order import sum_order
 from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -48,11 +50,14 @@ class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
         return (1.0 if alone else _BY_MMA) * predict(replace(spec, experts=1), token_tile, schedule, target)
 
     def fastest(
-        self, spec: MatmulSpec, token_tile: int, hit: int, target: Target
+        self, spec: MatmulSpec, token_tile: int, hit: int, target: Target, order: SumOrder | None = None
     ) -> ExpertsDecodeSchedule | None:
-        """Returns the candidate that is expected to be fastest where so many experts are hit; None without any."""
+        """Returns the candidate that is expected to be fastest where so many experts are hit; None without any.
+
+        order   of sums, if there is to be a certain one
+        """
         some = replace(spec, n=hit * (spec.n // spec.experts), experts=hit)
-        every = self.candidates(spec, token_tile, target)
+        every = in_order(spec, token_tile, target, order, self) if order else self.candidates(spec, token_tile, target)
         return min(every, key=lambda s: self.predict(some, token_tile, s, target), default=None)
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
@@ -64,6 +69,19 @@ class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
 
         every = dict.fromkeys(other for s in self.candidates(spec, token_tile, target) for other in (s, *others(s)))
         return [s for s in every if self.allows(spec, s, target)]
+
+    def sum_order(self, spec: MatmulSpec, schedule: ExpertsDecodeSchedule) -> SumOrder:
+        return sum_order(spec, schedule)
+
+    def orders(self, spec: MatmulSpec, target: Target) -> Sequence[SumOrder]:
+        return list(dict.fromkeys(sum_order(spec, s) for s in cuts(spec)))
+
+    def in_order(
+        self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder
+    ) -> Iterable[Candidates[ExpertsDecodeSchedule]]:
+        if found := in_order(spec, token_tile, target, order, self):
+            least = min(self.predict(spec, token_tile, s, target) for s in found)
+            yield Candidates(SURE * least, lambda: found)
 
     def check(self, spec: MatmulSpec, schedule: ExpertsDecodeSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)

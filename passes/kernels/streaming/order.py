@@ -17,13 +17,13 @@ from lowbit.passes.kernels.streaming.candidates import Block, least_schedules, o
 from lowbit.passes.kernels.streaming.cost_model import costs_of
 from lowbit.passes.kernels.streaming.legality import enough_blocks
 from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
+from lowbit.passes.kernels.streaming.search_space import MOST_WARPS
 from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
 
 _SPLITS, _WARPS_K = (1, 2, 4, 8), (1, 2, 3, 4, 8, 16)
-_MOST_WARPS = 16  # of a block
 _MOST_BY_MMA = 64  # tokens whose sums have room in registers
 _MOST_ACCUMULATORS = 16  # of mma.sync: row blocks times blocks of 8 tokens, per warp
 _MMA = tuple(product((1, 2, 4, 8), (1, 2, 4)))
@@ -102,7 +102,7 @@ def _bounds(spec: MatmulSpec, token_tile: int, target: Target, wgmma: bool) -> B
 
 def _has_room(order: SumOrder, tokens: int, row_blocks: int, warps_n: int, wgmma: bool) -> bool:
     """Whether a block has neither too many warps nor too many accumulators."""
-    return warps_n * order.warps_k <= _MOST_WARPS and (wgmma or row_blocks * tokens // 8 <= _MOST_ACCUMULATORS)
+    return warps_n * order.warps_k <= MOST_WARPS and (wgmma or row_blocks * tokens // 8 <= _MOST_ACCUMULATORS)
 
 
 def _of_order(family: KernelFamily[S], spec: MatmulSpec, target: Target, block: Block, order: SumOrder) -> list[S]:

@@ -17,9 +17,9 @@ from torch.compiler import is_compiling
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelRequest
-from lowbit.passes.kernels.experts.choice import schedule_for_few, tile_for
 from lowbit.passes.kernels.permute.family import FEW_ROWS
 from lowbit.passes.kernels.registry import request
+from lowbit.passes.scheduling.expert_rule import schedule_for_few, tile_for
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.by_kernel import combine_by_kernel, permute_by_kernel, route_by_kernel
 from lowbit.pylib.nn.gated_linear import Gate, in_halves, with_gate
@@ -141,7 +141,8 @@ class Experts(nn.Module):
     def kernels(self) -> ExpertKernels | None:
         """What multiplies by them; None on meta."""
         target = target_of(self.gate_up.codes.device)
-        return ExpertKernels(self.gate_up.spec, self.down.spec, target, self._top_k) if target else None
+        specs = called(self.gate_up.spec), called(self.down.spec)
+        return ExpertKernels(*specs, target, self._top_k) if target else None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Returns the sum of each token's experts, by their weights: [tokens, hidden].

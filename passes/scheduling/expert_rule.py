@@ -24,6 +24,7 @@ from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_family import ExpertFamily
 from lowbit.passes.kernels.registry import family_of
+from lowbit.passes.scheduling.order_choice import order_of
 from lowbit.passes.target import Target
 
 _Family = ExpertFamily[Any]
@@ -49,6 +50,8 @@ def schedule_for_few(spec: MatmulSpec, tile: int, slots: int, target: Target) ->
 @lru_cache(maxsize=256)
 def _schedule(spec: MatmulSpec, tile: int, hit: int, target: Target) -> KernelSchedule | None:
     """Returns the schedule for tiles of so many slots where so many experts are hit."""
+    if spec.invariant:
+        return _OF_FEW.fastest(spec, tile, hit, target, order_of(spec, target))
     if not spec.compute and (found := _OF_FEW.fastest(spec, tile, hit, target)):
         return found
     by_wgmma, by_mma = _IN_BYTES if spec.compute else _IN_ACT
