@@ -10,6 +10,8 @@ from lowbit.passes.codegen.host import emit_host, emit_host_assembly, host_cpu, 
 from lowbit.passes.codegen.ptx import translate
 from lowbit.passes.codegen.source_lines import mark_lines
 from lowbit.passes.cpu.decode import Isa
+from lowbit.passes.cpu.layer import build_layer_program
+from lowbit.passes.cpu.layer_plans import LayerPlan
 from lowbit.passes.cpu.lower_cpu import Program, build_cpu_program, cpu_needs, lower_cpu_to_llvm
 from lowbit.passes.cpu.task import ENTRY, Needs
 from lowbit.passes.origins import Origins
@@ -29,6 +31,15 @@ def compile_program(
     with new_context(), ir.Location.unknown():
         llvm_ir = translate(lower_cpu_to_llvm(build_cpu_program(spec, program, isa)))
     return emit_host(llvm_ir, [ENTRY], cpu, elsewhere), cpu_needs(spec, program, isa)
+
+
+def compile_layer_program(plan: LayerPlan, cpu: str = "") -> bytes:
+    """Returns an object file that defines `ENTRY`: a program between the matmuls of a layer, for a processor as above.
+    Raises TargetError as above."""
+    isa = isa_of(cpu)
+    with new_context(), ir.Location.unknown():
+        llvm_ir = translate(lower_cpu_to_llvm(build_layer_program(plan, isa)))
+    return emit_host(llvm_ir, [ENTRY], cpu)
 
 
 def program_stages(spec: MatmulSpec, program: Program, cpu: str = "") -> dict[str, str]:

@@ -82,11 +82,11 @@ def _activated(activation: Activation, gate: Value) -> Value:
     if activation.cubic:
         square = arith.mulf(gate, gate)
         slope = arith.addf(slope, arith.mulf(square, constant(kind, -activation.cubic)))
-    power = _exp(arith.mulf(gate, slope))
+    power = exponential(arith.mulf(gate, slope))
     return arith.divf(gate, arith.addf(power, constant(kind, 1.0)))
 
 
-def _exp(x: Value) -> Value:
+def exponential(x: Value) -> Value:
     """Returns e^x, off by 2 ulps at most; infinity from 89 on, and 2^-126 below that."""
     kind = x.type
 

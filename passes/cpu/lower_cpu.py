@@ -7,6 +7,8 @@ many         y for many: codes are decoded once, into memory                   `
 scaled_few,  the same of an x [m, k] whose rows have scales [m], such as that
 scaled_many  of 8 bits: sums are scaled before anything is added to them
 dequantize   the weight in the activation's type                               `dequantize`
+
+What stands between the matmuls of a layer is in `layer`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ left, and waits once, before its first part, until all pieces are prepared. So i
 call the function, whether they begin together, or whether one comes too late to find anything: a single caller does all
 the work alone. No thread ever waits for work that no thread has taken.
 
+Where tasks run one behind the other in the same threads (`passes.cpu.layer`), a thread goes on to the next as soon as
+all numbers of this one are done, whoever did them.
+
 Nothing here loads MLIR: the runtime builds tasks without it.
 """
 
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 
 WORDS = (
     "ticket",  # the next number to take
-    "prepared",  # pieces that are done
+    "done",  # numbers whose work is finished: pieces, then parts
     "workers",  # threads that have begun
     "m",  # tokens
     "parts",  # that the row blocks are cut into

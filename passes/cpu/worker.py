@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lowbit.dialect.bindings import arith, func, ir
 from lowbit.dialect.spec import MatmulSpec
@@ -30,14 +30,14 @@ Ranged = Callable[[Value, Value], None]
 
 
 class Task:
-    """The words of a task inside the function."""
+    """The words of a task inside the function. more: names of those behind `WORDS`, but for a weight's."""
 
-    def __init__(self, base: Value, needs: Needs) -> None:
-        self._base, self._needs = base, needs
+    def __init__(self, base: Value, needs: Needs, more: Sequence[str] = ()) -> None:
+        self._base, self._needs, self._words = base, needs, (*WORDS, *more)
 
     def address(self, word: str) -> Value:
         """Where a word is."""
-        return at(self._base, byte=8 * WORDS.index(word))
+        return at(self._base, byte=8 * self._words.index(word))
 
     def integer(self, word: str) -> Value:
         return load(i64(0).type, self.address(word))
@@ -67,6 +67,16 @@ class Task:
         return at(at(self.array("scratch"), mul(tokens, s.per_token)), arith.muli(worker, nbytes))
 
 
+def define(emit: Callable[[Value], None]) -> None:
+    """Define `lowbit_run`; `emit` writes what it does, and takes its argument."""
+    op = func.FuncOp(ENTRY, ([pointer()], []))
+    block = op.add_entry_block()
+    with ir.InsertionPoint(block):
+        end = func.ReturnOp([])
+    with ir.InsertionPoint(end):
+        emit(block.arguments[0])
+
+
 def run_function(
     needs: Needs, blocks: int, isa: Isa, emit: Callable[[Task], tuple[Callable[[Value], None] | None, Ranged]]
 ) -> None:
@@ -75,41 +85,48 @@ def run_function(
     `emit` writes what is done once per thread and returns the code of the pieces (None where there are none; it
     takes a token) and of the parts.
     """
-    op = func.FuncOp(ENTRY, ([pointer()], []))
-    block = op.add_entry_block()
-    with ir.InsertionPoint(block):
-        end = func.ReturnOp([])
-    with ir.InsertionPoint(end):
-        task = Task(block.arguments[0], needs)
-        prepare, compute = emit(task)
-        _take_numbers(task, blocks, isa, prepare, compute)
+
+    def run(base: Value) -> None:
+        task = Task(base, needs)
+        _take_numbers(task, blocks, isa, *emit(task))
+
+    define(run)
+
+
+def take_pieces(task: Task, prepare: Callable[[Value], None]) -> Value:
+    """Does pieces until none is left; returns the number behind them that it took."""
+    pieces = task.integer("m")
+    with loop_while(_take(task), lambda n: less(n, pieces)) as piece:
+        prepare(piece.carried[0])
+        fetch_add(task.address("done"), 1)
+        piece.carried = [_take(task)]
+    return piece.carried[0]
+
+
+def wait_until_done(place: Value, numbers: Value, isa: Isa) -> None:
+    """Waits until so many numbers are counted in a task's word `done`."""
+    with loop_while(load_acquire(place), lambda done: less(done, numbers)) as waiting:
+        if isa != "generic":
+            pause()
+        waiting.carried = [load_acquire(place)]
+
+
+def _take(task: Task) -> Value:
+    return fetch_add(task.address("ticket"), 1)
 
 
 def _take_numbers(task: Task, blocks: int, isa: Isa, prepare: Callable[[Value], None] | None, compute: Ranged) -> None:
     pieces, parts = task.integer("m") if prepare else i64(0), task.integer("parts")
-    end = arith.addi(pieces, parts)
-
-    def take() -> Value:
-        return fetch_add(task.address("ticket"), 1)
-
-    number = take()
-    if prepare:
-        with loop_while(number, lambda n: less(n, pieces)) as piece:
-            prepare(piece.carried[0])
-            fetch_add(task.address("prepared"), 1)
-            piece.carried = [take()]
-        number = piece.carried[0]
+    end, done = arith.addi(pieces, parts), task.address("done")
+    number = take_pieces(task, prepare) if prepare else _take(task)
     with when(less(number, end)):
         if prepare:
-            prepared = task.address("prepared")
-            with loop_while(load_acquire(prepared), lambda done: less(done, pieces)) as waiting:
-                if isa != "generic":
-                    pause()
-                waiting.carried = [load_acquire(prepared)]
+            wait_until_done(done, pieces, isa)
         with loop_while(number, lambda n: less(n, end)) as part:
             first = arith.subi(part.carried[0], pieces)
             compute(*(arith.divui(mul(n, blocks), parts) for n in (first, add(first, 1))))
-            part.carried = [take()]
+            fetch_add(done, 1)
+            part.carried = [_take(task)]
 
 
 def worker_number(task: Task) -> Value:

@@ -1,9 +1,10 @@
 """Decoder layers whose launches follow each other without a gap when they decode: a part of `lowbit.fuse_`.
 
 A decoder layer of transformers gets a class of its own. Its forward runs `pylib.layer.decode` where that computes the
-same: for few tokens, without gradients, with a static cache and a mask. Everything else, prompts above all, goes
-the way of the class before. What decides is looked at in every call, so an adapter, a hook or another kind of
-cache that comes later takes the layer back to that way. Nothing is kept between calls but the layer's own modules.
+same: for few tokens, without gradients, with a static cache and a mask. On a CPU `layer_on_cpu` comes first, which has
+programs for layers of some classes, and takes any cache. Everything else, prompts above all, goes the way of the class
+before. What decides is looked at in every call, so an adapter, a hook or another kind of cache that comes later takes
+the layer back to that way. Nothing is kept between calls but the layer's own modules.
 
 The gated network's rows are stored so that its kernel applies the activation (`GatedLinear`), whichever way it goes.
 """
@@ -32,6 +33,7 @@ from lowbit.pylib.layer.decode import (
     joined_after,
     normed_after,
 )  # fmt: skip
+from lowbit.pylib.nn import layer_on_cpu
 from lowbit.pylib.nn.decoder_forms import ATTENTION, PLAIN, Facts, eps_of, facts_of, form_of, head_norms
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, change_order, gate_of, store_like
 from lowbit.pylib.nn.linear import LowbitLinear
@@ -54,9 +56,12 @@ class GatedNetwork:
 
 
 def may_chain(module: nn.Module) -> bool:
-    """Tells whether a module is a decoder layer whose projections are one layer."""
+    """Tells whether a module is a decoder layer whose projections are one layer, or that has programs for a CPU, which
+    take several."""
     is_layer = type(module).__name__.endswith("DecoderLayer") or all(module._modules.get(e) for e in PLAIN.children)
-    return is_layer and module._modules.get(ATTENTION) is not None and type(qkv_of(module)) is LowbitLinear
+    if not is_layer or module._modules.get(ATTENTION) is None:
+        return False
+    return type(qkv_of(module)) is LowbitLinear or layer_on_cpu.takes_apart(module)
 
 
 def children_of(layer: nn.Module) -> tuple[str, ...]:
@@ -107,7 +112,7 @@ def _why_not(layer: nn.Module) -> str:
         return f"the forward of this {kind.__name__} was replaced by another"
     if type(out := _attention(layer)._modules.get("o_proj")) is not LowbitLinear:
         return f"self_attn.o_proj is a {type(out).__name__}, not a LowbitLinear"
-    qkv = cast(LowbitLinear, qkv_of(layer))
+    qkv = cast(LowbitLinear, qkv_of(layer) or _attention(layer)._modules["q_proj"])
     if any(spec.out_dtype != qkv.spec.act or spec.act != qkv.spec.act for spec in (qkv.spec, out.spec)):
         return f"its layers differ in types: {qkv.spec}; {out.spec}"
     devices = {str(tensor.device) for tensor in (*layer.parameters(), *layer.buffers())}
@@ -185,10 +190,14 @@ def _gated_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 @lru_cache(maxsize=None)
 def _chained_class(cls: type[nn.Module], facts: Facts) -> type[nn.Module]:
-    """Returns a class whose forward is a chain of launches where that computes what the forward of before does."""
+    """Returns a class whose forward is a chain of launches, or of a CPU's programs, where that computes what the
+    forward of before does."""
+    has_programs = layer_on_cpu.knows(cls)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = None if args else _cache(self, hidden_states, kwargs)
+        if has_programs and not args and (y := layer_on_cpu.decoded(self, hidden_states, kwargs)) is not None:
+            return y
+        cache = None if args or qkv_of(self) is None else _cache(self, hidden_states, kwargs)
         if cache is None:
             return cls.forward(self, hidden_states, *args, **kwargs)
         (cos, sin), mask = kwargs["position_embeddings"], kwargs["attention_mask"]

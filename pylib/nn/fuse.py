@@ -75,7 +75,9 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
     Decoder layers of some twenty classes of transformers (Llama, Mistral, Qwen, Gemma, Phi-3, gpt-oss, Mixtral and
     others; docs/howto/fastest-decode.md) then decode in a chain of launches: up to 64 tokens in all, without gradients,
     with a `StaticCache` and sdpa or eager attention. Prompts, other caches and layers with hooks or adapters run as
-    before. The rows of `gate_up_proj` are stored so that its kernel applies the activation.
+    before. The rows of `gate_up_proj` are stored so that its kernel applies the activation. On a CPU layers of Llama,
+    Mistral, Qwen2, Qwen3 and Gemma 3 decode in two native calls each, with any cache: up to 12 tokens in all, or 4
+    where codes have 8 bits.
 
     Routers of mixtures of experts compute up to 64 tokens in one launch, without gradients: those whose weights are a
     softmax over experts, or sigmoids, whatever the name of their class.

@@ -77,7 +77,8 @@ class PackedModule(NoDense):
     @property
     def packed(self) -> PackedWeight:
         """The weight as `PackedWeight`, which shares the buffers."""
-        tensors = {slot.name: getattr(self, slot.name) for slot in self.spec.tensors}
+        buffers: dict[str, Any] = self._buffers  # nn.Module's search for attributes takes as long as all the rest
+        tensors = {name: buffers[name] if name in buffers else getattr(self, name) for name in self._slots}
         self.check_unwritten()
         last = self._last_packed
         if last is None or any(a is not b for a, b in zip(last.tensors, tensors.values())):

@@ -30,21 +30,25 @@ _MOST_SOUND = 4096  # weights of a spec whose addresses are kept
 _SLAB = 1024  # tokens that are prepared at once, to bound the scratch memory
 
 # As Inductor allocates (shape, strides, dtype), without the dispatcher, and without a look at the default device.
-_allocate: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+allocate: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class Loaded:
     """A program in memory."""
 
     call: Callable[[int], None]
     needs: Needs
 
+    def parts(self, threads: int, row_blocks: int) -> int:
+        """Returns how many parts row blocks are cut into for so many threads."""
+        return 1 if threads == 1 else min(_PARTS * threads, -(-row_blocks // self.needs.panel))
+
     def run(self, threads: int, row_blocks: int, m: int, x: int, y: int, weight: Sequence[int]) -> None:
         """One task, with the addresses of its arrays."""
-        parts = 1 if threads == 1 else min(_PARTS * threads, -(-row_blocks // self.needs.panel))
+        parts = self.parts(threads, row_blocks)
         nbytes = self.needs.nbytes(m, threads)
-        scratch = _allocate((nbytes,), (1,), torch.uint8)
+        scratch = allocate((nbytes,), (1,), torch.uint8)
         task = array("q", (0, 0, 0, m, parts, x, y, scratch.data_ptr(), *weight))
         cpu_threads.run(self.call, task.buffer_info()[0], threads)
 
@@ -69,7 +73,7 @@ class CpuMatmul:
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
         self._act_bytes = ELEMENTS[spec.act].bytes
         self._row_blocks = spec.packing.row_blocks
-        self._programs: dict[Program, _Loaded] = {}
+        self._programs: dict[Program, Loaded] = {}
         self._sound: set[tuple[int, ...]] = set()  # addresses of weights
         self._lock = threading.Lock()
         self._few = self._program("scaled_few" if scaled else "few")
@@ -80,7 +84,7 @@ class CpuMatmul:
         which are the scales of a scaled x."""
         n, k = self.spec.outputs, self.spec.k
         m = x.numel() // k
-        y = _allocate((m, n), (n, 1), self._out)
+        y = allocate((m, n), (n, 1), self._out)
         if m:
             needed = (x.storage_offset() + m * k) * self._act_bytes
             if not x.is_contiguous() or x.untyped_storage().nbytes() < needed:
@@ -100,11 +104,15 @@ class CpuMatmul:
             operands = (*stored, *(at + first * size for at, size in zip(others, sizes))) if others else weight
             program.run(threads, self._row_blocks, rows, x + first * x_row, y + first * y_row, operands)
 
+    def few(self) -> Loaded:
+        """Returns the program for up to `few_tokens`."""
+        return self._few
+
     def dequantize(self, weight: Sequence[Tensor]) -> Tensor:
         """W [n, k] in the act type."""
         n, k = self.spec.n, self.spec.k
-        w = _allocate((n, k), (k, 1), self._act)
-        addresses = [*self._addresses(weight), *[0] * len(self.spec.call_inputs)]
+        w = allocate((n, k), (k, 1), self._act)
+        addresses = [*self.addresses(weight), *[0] * len(self.spec.call_inputs)]
         self._program("dequantize").run(self._team(n * k), self._row_blocks, 0, 0, w.data_ptr(), addresses)
         return w
 
@@ -124,9 +132,13 @@ class CpuMatmul:
     def _team(self, work: int) -> int:
         """Returns how many threads work: all of them, or one where they are not worth it. To change a team's size would
         end threads and start others."""
-        return min(self._threads or torch.get_num_threads(), MOST_THREADS) if work >= _WORTH_A_TEAM else 1
+        return self.most_threads() if work >= _WORTH_A_TEAM else 1
 
-    def _program(self, name: Program) -> _Loaded:
+    def most_threads(self) -> int:
+        """Returns how many threads work where it is worth it."""
+        return min(self._threads or torch.get_num_threads(), MOST_THREADS)
+
+    def _program(self, name: Program) -> Loaded:
         """Compiled when first wanted: most weights are never dequantized, say."""
         loaded = self._programs.get(name)
         if loaded is None:
@@ -135,18 +147,18 @@ class CpuMatmul:
                 self._programs[name] = loaded
         return loaded
 
-    def _load(self, name: Program) -> _Loaded:
+    def _load(self, name: Program) -> Loaded:
         program = load_host_program(self.spec, name, self.cpu)
-        return _Loaded(load(program.code, ENTRY), program.needs)
+        return Loaded(load(program.code, ENTRY), program.needs)
 
     def _operands(self, operands: Sequence[Tensor]) -> tuple[int, ...]:
         """Returns the addresses of a weight's tensors, and of what a call has besides them."""
         if not self.spec.call_inputs and not self._scaled:
-            return self._addresses(operands)
+            return self.addresses(operands)
         count = len(self.spec.tensors)
-        return (*self._addresses(operands[:count]), *(t.data_ptr() for t in operands[count:]))
+        return (*self.addresses(operands[:count]), *(t.data_ptr() for t in operands[count:]))
 
-    def _addresses(self, weight: Sequence[Tensor]) -> tuple[int, ...]:
+    def addresses(self, weight: Sequence[Tensor]) -> tuple[int, ...]:
         """Returns the addresses of a weight's tensors. Raises PackError where one has no memory, or too little.
 
         A storage that is shrunk moves, so those that were found sound are not looked at again.

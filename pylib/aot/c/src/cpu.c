@@ -4,7 +4,7 @@
 
 #include "numbers.h"
 
-enum { TICKET, PREPARED, WORKERS, ROWS_OF_X, PARTS, X_WORD, Y_WORD, SCRATCH, WORDS };
+enum { TICKET, DONE, WORKERS, ROWS_OF_X, PARTS, X_WORD, Y_WORD, SCRATCH, WORDS };
 enum { SLAB = 1024, LINE = 64, PARTS_OF_A_THREAD = 4, WORTH_A_TEAM = 1 << 19 };
 
 static int level_of_this_machine(void) {

@@ -1,0 +1,198 @@
+"""Decoder layers of transformers that decode in two native calls on a CPU (`pylib.layer.on_cpu`): a part of
+`lowbit.fuse_`.
+
+A layer's modules are looked at in every call, and the addresses of their tensors are asked for. Only the programs are
+kept, apart from the layer, with the specs that they were made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.dialect.errors import TargetError
+from lowbit.pylib.layer.on_cpu import CpuLayer, LayerShape, Tokens, Weights
+from lowbit.pylib.nn.gated_linear import GatedLinear
+from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.operator.tracing import is_observed
+from lowbit.pylib.runtime.batch_invariant import MODE
+
+KNOWN = (
+    "transformers.models.gemma3.modeling_gemma3.Gemma3DecoderLayer",
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
+    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
+)
+"""Decoder layers that have programs: norm, attention, sum, norm, gated network, sum; in Gemma 3 with norms behind
+attention and network."""
+
+ATTENTION = ("sdpa", "lowbit_grouped")
+"""Names of attention whose masks say for each place whether it may be looked at: the latter is that of
+`lowbit bench-model`."""
+APART = ("q_proj", "k_proj", "v_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NORMS_BEHIND = (
+    *("input_layernorm", "pre_feedforward_layernorm"),
+    *("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+"""Before attention, before the network, and behind each, in layers that have them."""
+
+
+class _Kept:
+    """The programs of a layer, or none, and the specs of its matmuls when they were made."""
+
+    def __init__(self, specs: tuple[Any, ...], programs: CpuLayer | None) -> None:
+        self.specs, self.programs = specs, programs
+
+
+_KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
+def knows(kind: type) -> bool:
+    """Tells whether a class of decoder layers has programs."""
+    return f"{kind.__module__}.{kind.__qualname__}" in KNOWN
+
+
+def takes_apart(layer: nn.Module) -> bool:
+    """Tells whether a layer on a CPU has programs although its projections are several layers."""
+    attention = cast(nn.Module, layer._modules["self_attn"])._modules
+    projections = [attention.get(name) for name in APART]
+    apart = all(type(each) is LowbitLinear and _codes(each).device.type == "cpu" for each in projections)
+    return apart and knows(type(layer))
+
+
+def decoded(layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor | None:
+    """Returns the output of a layer, and appends to its cache; None, before anything is done, for a call that its
+    programs are not for.
+
+    given   what a model calls its layers with, by name
+    """
+    cache, turn = given.get("cache"), given.get("position_embeddings")
+    if x.device.type != "cpu" or cache is None or turn is None or layer.training or torch.is_grad_enabled():
+        return None
+    if is_observed() or MODE.on or type(x) is not Tensor or x.ndim != 3:
+        return None
+    modules, norms = matmuls_of(layer), _norms_of(layer)
+    if modules is None or not _is_as_fused(layer, modules, norms, x.dtype):
+        return None
+    programs, mask = _programs(layer, modules, norms), given.get("attention_mask")
+    if programs is None or not _fits(programs, x, turn, mask):
+        return None
+
+    index = layer._modules["self_attn"].layer_idx
+
+    def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return cache.update(keys, values, index)
+
+    weights = Weights([module.packed.tensors for module in modules], [norm._parameters["weight"] for norm in norms])
+    cos, sin = turn
+    return programs.decode(x, weights, Tokens(cos, sin, update, mask))
+
+
+def matmuls_of(layer: nn.Module) -> list[LowbitLinear] | None:
+    """Returns the matmuls of a layer in the order in which they run; None where they are not those of a CPU's
+    programs."""
+    attention, network = (cast(nn.Module, layer._modules[name])._modules for name in ("self_attn", "mlp"))
+    together = attention.get("q_k_v_proj")
+    projections = [together] if together is not None else [attention.get(name) for name in APART]
+    found = [*projections, attention.get("o_proj"), network.get("gate_up_proj"), network.get("down_proj")]
+    kinds = [LowbitLinear] * (len(projections) + 1) + [GatedLinear, LowbitLinear]
+    return cast(Any, found) if all(type(each) is kind for each, kind in zip(found, kinds)) else None
+
+
+def _norms_of(layer: Any) -> list[Any]:
+    """Returns the norms of a layer in the order of `Weights.gains`."""
+    behind = "pre_feedforward_layernorm" in layer._modules
+    names, attention = _NORMS_BEHIND if behind else _NORMS, layer._modules["self_attn"]._modules
+    own = [layer._modules[name] for name in names]
+    of_heads = [attention["q_norm"], attention["k_norm"]] if "q_norm" in attention else []
+    return [*own[:2], *of_heads, *own[2:]]
+
+
+def _is_as_fused(layer: Any, modules: list[LowbitLinear], norms: list[Any], act: torch.dtype) -> bool:
+    """Tells whether the modules of a layer have no hooks, and are of one type and on the CPU."""
+    attention, network = layer._modules["self_attn"], layer._modules["mlp"]
+    return (
+        attention.config._attn_implementation in ATTENTION
+        and not any(map(_has_hooks, (*modules, *norms, attention, network)))
+        and all(module._act is act and _codes(module).device.type == "cpu" for module in modules)
+        and all(gain.dtype is act and gain.is_contiguous() for gain in (norm._parameters["weight"] for norm in norms))
+    )
+
+
+def _codes(module: LowbitLinear) -> Tensor:
+    return cast(Tensor, module._buffers["codes"])
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _fits(programs: CpuLayer, x: Tensor, turn: tuple[Tensor, Tensor], mask: Any) -> bool:
+    """Tells whether the tensors of a call are as the programs read them."""
+    (b, t, hidden), shape = x.shape, programs.shape
+    return (
+        0 < b * t <= programs.most_tokens
+        and hidden == shape.hidden
+        and all(each.dtype is x.dtype and each.shape[1:] == (t, shape.columns) for each in turn)
+        and (t == 1 if mask is None else _is_mask(mask, b, t))
+    )
+
+
+def _is_mask(mask: Any, b: int, t: int) -> bool:
+    return (
+        isinstance(mask, Tensor)
+        and mask.dtype is torch.bool
+        and mask.shape[:3] in ((b, 1, t), (1, 1, t))
+        and mask.stride(3) == 1
+    )
+
+
+def _programs(layer: nn.Module, modules: list[LowbitLinear], norms: list[Any]) -> CpuLayer | None:
+    """Returns the programs of a layer; None where there are none."""
+    kept = _KEPT.get(layer)
+    if kept is None or len(kept.specs) != len(modules) or any(m.spec is not s for m, s in zip(modules, kept.specs)):
+        shape = _shape(layer, modules, norms)
+        programs = _programs_of(shape) if shape is not None else None
+        kept = _KEPT[layer] = _Kept(tuple(module.spec for module in modules), programs)
+    return kept.programs
+
+
+def _shape(layer: Any, modules: list[LowbitLinear], norms: list[Any]) -> LayerShape | None:
+    """Returns what decides the programs of a layer; None where norms differ, or heads have no size that is known."""
+    attention, eps = layer.self_attn, {_eps(norm) for norm in norms}
+    columns = getattr(attention, "head_dim", None)
+    if len(eps) != 1 or not isinstance(columns, int):
+        return None
+    *projections, out, gate_up, down = (module.spec for module in modules)
+    queries, rows = out.k // columns, sum(spec.n for spec in projections)
+    keys = (rows // columns - queries) // 2
+    heads, behind = hasattr(attention, "q_norm"), "pre_feedforward_layernorm" in layer._modules
+    return LayerShape(
+        tuple(projections),
+        *(out, gate_up, down, queries, keys, columns, float(attention.scaling)),
+        *(eps.pop(), shift_of(norms[0]), heads, behind),
+    )
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def shift_of(norm: nn.Module) -> float:
+    """Returns what a norm adds to its gain: 1 in Gemma's, whose gains are 0 where a norm changes nothing."""
+    return 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+
+
+@lru_cache(maxsize=64)
+def _programs_of(shape: LayerShape) -> CpuLayer | None:
+    try:
+        return None if shape.why_not() else CpuLayer(shape)
+    except TargetError:  # the CPU target has its reasons, which a call of any layer says
+        return None
