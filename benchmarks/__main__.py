@@ -304,6 +304,28 @@ def quantize(
 
 
 @app.command()
+def quality(
+    references: Annotated[bool, typer.Option("--references", help="Beside the code of other libraries.")] = False,
+    ranges: Annotated[bool, typer.Option("--ranges", help="The default's ranges beside whole ones.")] = False,
+    models: Annotated[str, typer.Option(help="Whose layers: little,minilm,mpnet,iglm.")] = "little,minilm",
+    ggml: Annotated[Path | None, typer.Option(help="llama.cpp's folder ggml, to compare with.")] = None,
+) -> None:
+    """Quantizers on layers of several models, into docs/quality.md; what docs/results has is not measured again."""
+    from benchmarks.quality import authors
+    from benchmarks.quality import ranges as of_ranges
+    from benchmarks.quality import references as of_ggml
+    from benchmarks.quality.layers import layers
+
+    found = list(layers(models.split(","))) if references or ranges else []
+    if ranges:
+        of_ranges.SECTION.publish(lambda: of_ranges.measure(found), of_ranges.table)
+    if references:
+        authors.SECTION.publish(lambda: authors.measure(found), authors.table)
+    if ggml:
+        of_ggml.main(ggml)
+
+
+@app.command()
 def sanitize(
     kernels: Annotated[str | None, typer.Option(help="Separated by semicolons; default: all.")] = None,
     tools: Annotated[str, typer.Option(help="Of compute-sanitizer.")] = "memcheck,racecheck,synccheck",

@@ -12,18 +12,22 @@ import torch
 
 import lowbit
 from benchmarks.quality import (
+    authors,
     draws,
     eight_bit,
     encoder,
     encoder_layers,
+    layers,
     measure,
     plans,
+    ranges,
     references,
     report,
     spqr,
     spqr_plans,
     train,
 )
+from benchmarks.quality.layers import LARGE
 from benchmarks.quality.model import Shape, Transformer, load, read_safetensors, write_safetensors
 from benchmarks.quality.section import Section
 from benchmarks.quality.tokenizer import train as train_tokenizer
@@ -96,7 +100,10 @@ def test_spqr_is_better_than_gptq_with_as_many_bits() -> None:
         assert all(better[measure] < other[measure] for measure in ("divergence", "perplexity"))
 
 
-@pytest.mark.parametrize("module", [draws, eight_bit, encoder, encoder_layers, plans, spqr, spqr_plans, references])
+SECTIONS = [draws, eight_bit, encoder, encoder_layers, plans, spqr, spqr_plans, references, ranges, authors]
+
+
+@pytest.mark.parametrize("module", SECTIONS)
 def test_pages_have_the_tables_of_their_records(module: Any) -> None:
     """Fix: python -m benchmarks.quality.MODULE"""
     section: Section = module.SECTION
@@ -108,6 +115,43 @@ def test_no_type_of_gguf_is_worse_than_llama_cpp() -> None:
     for record in references.SECTION.records():
         mean = math.exp(sum(map(math.log, record["errors"])) / len(record["errors"]))
         assert mean <= references.FAIR and (record["importances"] or max(record["errors"]) <= references.FAIR)
+
+
+def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
+    """At any width; half of these layers have few large weights."""
+    records = ranges.SECTION.records()
+    assert sum(record["kurtosis"] > LARGE for record in records) >= 6
+    worst = {name: max(record["ratios"][name] for record in records) for name in ranges.CONFIGS}
+    assert {name: ratio for name, ratio in worst.items() if ratio > ranges.WORST} == {}
+
+
+def test_a_model_that_is_not_installed_is_left_out(monkeypatch: Any, capsys: Any) -> None:
+    def missing() -> Any:
+        raise ImportError("it needs mini of PyPI")
+
+    monkeypatch.setattr(layers, "MODELS", {"mini": missing})
+    assert list(layers.layers(["mini"])) == []
+    assert capsys.readouterr().err == "mini is left out: it needs mini of PyPI\n"
+    with pytest.raises(lowbit.SpecError, match="models knows mini, not 'other'"):
+        list(layers.layers(["other"]))
+
+
+def test_verdicts_are_by_the_worst_kind_of_layer() -> None:
+    found = [authors.verdict([0.5, ratio]) for ratio in (0.9, 1.0, 1.03, 1.04)]
+    assert found == ["better", "equal or better", "equal or better", "worse"]
+
+
+def test_a_library_that_is_not_installed_is_left_out(monkeypatch: Any, capsys: Any) -> None:
+    """And one that is there is compared at the same weight."""
+    weight, x = torch.randn(8, 64), lowbit.Calibration(64)
+    x.add(torch.randn(100, 64))
+    layer = layers.Layer("some", "layer", weight, dict.fromkeys(layers.TEXTS, x))
+    ours = lowbit.QuantConfig("u4", 64)
+    known = authors.Reference("same", "torch", lambda w: lowbit.quantize(w, ours).dequantize(), ours)
+    monkeypatch.setattr(authors, "REFERENCES", (known, authors.Reference("gone", "no_such_library", lambda w: w, ours)))
+    (record,) = authors.measure([layer])
+    assert record["ratios"] == {"same": [1.0, 1.0]}
+    assert "no_such_library is left out: it is not installed" in capsys.readouterr().err
 
 
 def test_records_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,76 @@
+"""What the default search for ranges does to the output of layers: `python -m benchmarks quality --ranges`.
+
+Layers are those of several models (`layers.py`). The table has the squared output error on held-out text relative to
+that with whole ranges: the geometric mean over the layers with few large weights (kurtosis above 10) and over the
+others, and the worst of all. A method with data has seen the calibration text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import lowbit
+from benchmarks.quality.layers import LARGE, Layer
+from benchmarks.quality.section import Record, Section
+from benchmarks.tables import markdown
+from lowbit.pylib.quantization.calibration import output_errors
+
+SECTION = Section("ranges", "ranges")
+CONFIGS: Mapping[str, lowbit.QuantConfig] = {
+    **{f"{name} per row": lowbit.QuantConfig(name, None) for name in ("u8", "i8", "u6", "i6", "u4")},
+    **{f"{name} per 128": lowbit.QuantConfig(name, 128) for name in ("u8", "u4", "u3")},
+    "u2 per 64": lowbit.QuantConfig("u2", 64),
+    "i4 per 32": lowbit.QuantConfig("i4", 32),
+    "mxfp4": lowbit.QuantConfig("f4e2m1", 32, scale="e8m0"),
+    "u4 per 128, GPTQ": lowbit.QuantConfig("u4", 128, method="gptq"),
+    "u3 per 128, GPTQ": lowbit.QuantConfig("u3", 128, method="gptq"),
+}
+"""What is measured, by what the table calls it."""
+WORST = 1.025  # of the whole range's error, which no layer may exceed; 0.02 and what chance does to a layer
+
+
+def loss(layer: Layer, config: lowbit.QuantConfig, text: str = "held out") -> float:
+    """Returns the squared output error of a layer on a text, relative to the output's own square."""
+    return loss_of(layer, lowbit.quantize(layer.weight, config, layer.moments["calibration"]).dequantize(), text)
+
+
+def loss_of(layer: Layer, found: Tensor, text: str) -> float:
+    """Returns the same for a weight [n, k] that some method found."""
+    hessian = layer.moments[text].hessian
+    errors = [output_errors(each.double(), hessian).sum() for each in (found - layer.weight, layer.weight)]
+    return float(errors[0] / errors[1])
+
+
+@torch.no_grad()
+def measure(found: Iterable[Layer]) -> Iterator[Record]:
+    """Yields a record for each layer: its kurtosis, and by configuration the ratio of errors."""
+    for layer in found:
+        ratios = {
+            name: round(loss(layer, config) / loss(layer, replace(config, clip="max")), 4)
+            for name, config in CONFIGS.items()
+        }
+        yield {"layer": layer.label, "kurtosis": round(layer.kurtosis, 2), "ratios": ratios}
+
+
+def mean(numbers: list[float]) -> float:
+    """Returns the geometric mean."""
+    return math.exp(sum(map(math.log, numbers)) / len(numbers))
+
+
+def table(records: list[Record]) -> str:
+    """Returns the page's table."""
+    parts = [[each for each in records if (each["kurtosis"] > LARGE) == large] for large in (True, False)]
+    means = [f"{len(part)} layers, kurtosis {sign} {LARGE}" for part, sign in zip(parts, ("above", "below"))]
+    head = ["", *means, "worst layer", "which"]
+    return markdown(head, [_row(name, records, parts) for name in CONFIGS])
+
+
+def _row(name: str, records: list[Record], parts: list[list[Record]]) -> list[str]:
+    worst = max(records, key=lambda record: record["ratios"][name])
+    means = [f"{mean([record['ratios'][name] for record in part]):.2f}" for part in parts]
+    return [name, *means, f"{worst['ratios'][name]:.3f}", worst["layer"]]
