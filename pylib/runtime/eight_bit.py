@@ -16,6 +16,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib.build import knobs
+from lowbit.pylib.operator.call_checks import check_one_expert
 from lowbit.pylib.runtime.activation import Quantized, in_column_order, quantize_in_torch
 from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
@@ -46,6 +47,7 @@ def make_eight_bit_runtime(spec: MatmulSpec, target: Target, schedule: KernelSch
         return CudaEightBit(spec, target, schedule)
     if target.kind == "emulator":
         return EmulatorEightBit(spec, target, schedule)
+    check_one_expert(spec)
     return CpuEightBit(spec)
 
 

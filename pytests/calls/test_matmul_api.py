@@ -184,3 +184,10 @@ def test_a_stage_of_a_gpu_names_the_target_on_a_cpu() -> None:
     known = "'lowbit', 'vector', 'llvm', 'll', 'asm'"
     with pytest.raises(lowbit.SpecError, match=rf"stage='tiles' must be one of {known}$"):
         mm.ir("tiles")
+
+
+@pytest.mark.parametrize("fields", [{}, {"compute": "i8"}], ids=str)
+def test_a_cpu_has_no_program_for_all_experts(fields: dict[str, str]) -> None:
+    spec = lowbit.MatmulSpec(96, 128, "u4", 32, experts=2, **fields)  # type: ignore[arg-type]
+    with pytest.raises(lowbit.SpecError, match="multiplies rows of x that are sorted by expert"):
+        lowbit.compile(spec, "cpu")
