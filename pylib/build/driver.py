@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
@@ -26,27 +27,42 @@ class Program:
     ptx: str
     cubin: bytes | None
 
-
-@dataclass(frozen=True)
-class Artifact(Program):
-    """A compiled kernel as it is kept."""
-
-    schedule: KernelSchedule
-
     def to_files(self) -> dict[str, bytes]:
         """Returns the files of an entry of the disk cache."""
-        about = {"launch": self.launch.to_dict(), "schedule": schedule_to_dict(self.schedule)}
-        files = {"about.json": json.dumps(about).encode(), "kernel.ptx": self.ptx.encode()}
+        files = {"about.json": json.dumps(self._about()).encode(), "kernel.ptx": self.ptx.encode()}
         return files | ({} if self.cubin is None else {"kernel.cubin": self.cubin})
 
-    @staticmethod
-    def from_files(files: dict[str, bytes]) -> Artifact:
+    @classmethod
+    def from_files(cls, files: dict[str, bytes]) -> Self:
         """The inverse of `to_files`. Raises an exception of some kind for what can't be loaded."""
         if not all(files.values()):
             raise ValueError("an empty file")
         about = json.loads(files["about.json"])
-        launch, schedule = Launch.from_dict(about["launch"]), schedule_from_dict(about["schedule"])
-        return Artifact(launch, files["kernel.ptx"].decode(), files.get("kernel.cubin"), schedule)
+        kernel = Launch.from_dict(about["launch"]), files["kernel.ptx"].decode(), files.get("kernel.cubin")
+        return cls(*kernel, **cls._more(about))
+
+    def _about(self) -> dict[str, Any]:
+        """Returns what JSON has of it."""
+        return {"launch": self.launch.to_dict()}
+
+    @staticmethod
+    def _more(about: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields that a derived class has besides, of what `_about` has written."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Artifact(Program):
+    """The kernel of a request as it is kept."""
+
+    schedule: KernelSchedule
+
+    def _about(self) -> dict[str, Any]:
+        return {**super()._about(), "schedule": schedule_to_dict(self.schedule)}
+
+    @staticmethod
+    def _more(about: dict[str, Any]) -> dict[str, Any]:
+        return {"schedule": schedule_from_dict(about["schedule"])}
 
 
 def load(request: KernelRequest, name: str) -> Artifact:

@@ -17,9 +17,8 @@ from lowbit.dialect.spec import Act
 from lowbit.passes.kernels.permute.family import FEW_ROWS, default_schedule, permute_spec
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.routing import Routing, check_index, combine, route
-from lowbit.pylib.runtime.driver import allocate, on_device
-from lowbit.pylib.runtime.interface import unwritten
-from lowbit.pylib.weights.tensor_checks import ALIGNMENT
+from lowbit.pylib.runtime.driver import on_device
+from lowbit.pylib.runtime.own_kernels import aligned, own_kernel, unwritten_like
 
 if TYPE_CHECKING:
     from lowbit.pylib.runtime.kernel import Kernel
@@ -46,7 +45,7 @@ def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -
     kernel = _route_kernel(k, experts, ids.element_size() // 4, target)
     shapes = (places,), (places,), (places + 1, 3), (tokens, k)
     with on_device(ids.get_device()):
-        rows, numbers, tiles, slots = (_unwritten(shape, torch.int32, ids) for shape in shapes)
+        rows, numbers, tiles, slots = (unwritten_like(shape, ids, torch.int32) for shape in shapes)
         kernel.start(ids, rows, numbers, slots, tiles, tokens, tile)
     return Routing(rows, numbers, tiles, slots)
 
@@ -65,7 +64,7 @@ def permute_by_kernel(
     slots, k = len(rows), x.shape[1]
     kernel = _permute_kernel(k, cast(Act, _ELEMENTS[x.dtype]), len(permutation) // k, slots > FEW_ROWS, target)
     with on_device(x.get_device()):
-        y, numbers = _unwritten((slots, k), x.dtype, x), _unwritten((slots,), torch.int32, x)
+        y, numbers = unwritten_like((slots, k), x), unwritten_like((slots,), x, torch.int32)
         if slots:
             kernel.start(x, permutation, rows, tiles, y, numbers, slots, tile)
     return y, numbers
@@ -87,45 +86,28 @@ def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target
     kernel = _combine_kernel(hidden, top_k, *types, target)
     weights = aligned(top_k_weights)
     with on_device(o.get_device()):
-        y = _unwritten((tokens, hidden), o.dtype, o)
+        y = unwritten_like((tokens, hidden), o)
         kernel.start(aligned(o), routing.slots, routing.tiles, weights, y, tokens)
     return y
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """Returns a tensor as kernels read it: contiguous, at a multiple of 16 bytes, which slices may not be."""
-    whole = tensor.contiguous()
-    return whole.clone() if whole.data_ptr() % ALIGNMENT else whole
-
-
-def _unwritten(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Returns memory for a list or a matrix that a kernel writes, on the current device if `like` is on a GPU."""
-    return allocate(shape, (*shape[1:], 1), dtype) if like.is_cuda else unwritten(shape, dtype)
 
 
 @lru_cache(maxsize=64)
 def _route_kernel(top_k: int, experts: int, words: int, target: str) -> Kernel:
     from lowbit.passes.kernels.route import route_program
-    from lowbit.pylib.runtime.kernel import compile_program
 
-    program = partial(route_program, top_k, experts, words)
-    return compile_program(program, target, overlap=True, racecheck=False)
+    return own_kernel(partial(route_program, top_k, experts, words), target)
 
 
 @lru_cache(maxsize=64)
 def _permute_kernel(k: int, act: Act, experts: int, many: bool, target: str) -> Kernel:
     from lowbit.passes.kernels.permute_slots import permute_slots_program
-    from lowbit.pylib.runtime.kernel import compile_program
 
     schedule = default_schedule(permute_spec(k, act), FEW_ROWS + many, parse_target(target))
-    program = partial(permute_slots_program, k, act, experts, schedule)
-    return compile_program(program, target, overlap=True, racecheck=False)
+    return own_kernel(partial(permute_slots_program, k, act, experts, schedule), target)
 
 
 @lru_cache(maxsize=64)
 def _combine_kernel(hidden: int, top_k: int, element: str, weights: str, target: str) -> Kernel:
     from lowbit.passes.kernels.combine import combine_program
-    from lowbit.pylib.runtime.kernel import compile_program
 
-    program = partial(combine_program, hidden, top_k, element, weights)
-    return compile_program(program, target, overlap=True, racecheck=False)
+    return own_kernel(partial(combine_program, hidden, top_k, element, weights), target)

@@ -8,7 +8,6 @@ torch, for a CPU and for sizes that no kernel has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -18,12 +17,10 @@ from torch import Tensor
 from lowbit.pylib.layer import reference
 from lowbit.pylib.layer.reference import Norm
 from lowbit.pylib.runtime.batch_invariant import MODE
-from lowbit.pylib.runtime.driver import allocate, on_device
-from lowbit.pylib.runtime.interface import unwritten
-from lowbit.pylib.weights.tensor_checks import ALIGNMENT
+from lowbit.pylib.runtime.driver import on_device
+from lowbit.pylib.runtime.own_kernels import aligned, own_kernel, unwritten_like
 
 if TYPE_CHECKING:
-    from lowbit.passes.builder import Program
     from lowbit.pylib.runtime.kernel import Kernel
 
 MOST_ROWS = 64
@@ -221,38 +218,16 @@ def served(target: str, *tensors: Tensor) -> bool:
     return target != "cpu" and first.dtype in _ELEMENTS and alike and first.numel() > 0
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """Returns a tensor as kernels read it: contiguous, at a multiple of 16 bytes, which slices may not be."""
-    whole = tensor.contiguous()
-    return whole.clone() if whole.data_ptr() % ALIGNMENT else whole
-
-
 def _word(number: Tensor) -> Tensor:
     """Returns the low word of an integer in memory, where it is."""
     return number.reshape(1).view(torch.int32)
-
-
-def unwritten_like(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns memory for a result of a kernel, in the type of `like` or in another, on the current device if `like` is
-    on a GPU."""
-    kind = dtype or like.dtype
-    if not like.is_cuda:
-        return unwritten(shape, kind)
-    return allocate(tuple(shape), _strides(shape), kind)  # it takes no torch.Size
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
 
 
 @lru_cache(maxsize=64)
 def _norm_kernel(hidden: int, element: str, shift: float, counts: bool, target: str) -> Kernel:
     from lowbit.passes.kernels.rms_norm import rms_norm_program
 
-    return compiled(partial(rms_norm_program, hidden, element, shift, counts), target)
+    return own_kernel(partial(rms_norm_program, hidden, element, shift, counts), target)
 
 
 @lru_cache(maxsize=64)
@@ -261,7 +236,7 @@ def _join_kernel(hidden: int, element: str, shift: float | None, next_shift: flo
     from lowbit.passes.kernels.join import JoinPlan, join_program
 
     norms = shift is not None, shift or 0.0, next_shift is not None, next_shift or 0.0
-    return compiled(partial(join_program, JoinPlan(hidden, element, *norms)), target)
+    return own_kernel(partial(join_program, JoinPlan(hidden, element, *norms)), target)
 
 
 @lru_cache(maxsize=64)
@@ -280,14 +255,14 @@ def _rope_kernel(
     from lowbit.passes.kernels.rope import HeadNorm, Heads, Rotation, rope_program
 
     heads, norm = Heads(queries, keys, columns), HeadNorm(shift) if normed else None
-    return compiled(partial(rope_program, heads, element, norm, Rotation(turned, repeated, beside)), target)
+    return own_kernel(partial(rope_program, heads, element, norm, Rotation(turned, repeated, beside)), target)
 
 
 @lru_cache(maxsize=64)
 def _shift_kernel(length: int, columns: int, element: str, target: str) -> Kernel:
     from lowbit.passes.kernels.shift import shift_program
 
-    return compiled(partial(shift_program, length, columns, element), target)
+    return own_kernel(partial(shift_program, length, columns, element), target)
 
 
 _Kind = tuple[bool, bool, bool, bool]  # masked, added, sinks and capped of an `AttentionPlan`
@@ -317,10 +292,4 @@ def _attention_of_parts(
 
     masked, *others = kind
     plan = AttentionPlan(Heads(queries, keys, columns), element, parts, masked, most, *others)
-    return compiled(partial(attention_program, plan), target)
-
-
-def compiled(program: Callable[[], Program], target: str) -> Kernel:
-    from lowbit.pylib.runtime.kernel import compile_program
-
-    return compile_program(program, target, overlap=True, racecheck=False)
+    return own_kernel(partial(attention_program, plan), target)

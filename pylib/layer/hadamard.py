@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.layer.by_kernel import aligned, compiled, served, unwritten_like
+from lowbit.pylib.layer.by_kernel import served
 from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.driver import on_device
+from lowbit.pylib.runtime.own_kernels import aligned, own_kernel, unwritten_like
 
 if TYPE_CHECKING:
     from lowbit.pylib.runtime.kernel import Kernel
@@ -207,4 +208,4 @@ def _has_kernel(matrix: HadamardMatrix, target: str) -> bool:
 def _kernel(matrix: HadamardMatrix, element: str, target: str) -> Kernel:
     from lowbit.passes.kernels.hadamard import hadamard_program
 
-    return compiled(partial(hadamard_program, element, matrix.factor, matrix.power, matrix.signs), target)
+    return own_kernel(partial(hadamard_program, element, matrix.factor, matrix.power, matrix.signs), target)

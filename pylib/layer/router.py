@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lowbit.passes.kernels.router import MOST_TOKENS, TINY, RouterPlan, router_program
-from lowbit.pylib.layer.by_kernel import aligned, compiled, unwritten_like
 from lowbit.pylib.runtime.batch_invariant import MODE
 from lowbit.pylib.runtime.driver import on_device
+from lowbit.pylib.runtime.own_kernels import aligned, own_kernel, unwritten_like
 
 if TYPE_CHECKING:
     from lowbit.pylib.runtime.kernel import Kernel
@@ -123,4 +123,4 @@ def _plan(x: Tensor, router: Router) -> RouterPlan | None:
 
 @lru_cache(maxsize=64)
 def _router_kernel(plan: RouterPlan, target: str) -> Kernel:
-    return compiled(partial(router_program, plan), target)
+    return own_kernel(partial(router_program, plan), target)

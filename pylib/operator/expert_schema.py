@@ -19,10 +19,11 @@ from torch import Tensor
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.scheduling.expert_rule import tile_for
 from lowbit.passes.targets import parse_target
-from lowbit.pylib.experts.by_kernel import aligned, combine_by_kernel, route_by_kernel
+from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
 from lowbit.pylib.experts.routing import Routing
 from lowbit.pylib.operator.schema import parts
 from lowbit.pylib.runtime import expert_matmul as runtime
+from lowbit.pylib.runtime.own_kernels import aligned
 from lowbit.pylib.runtime.top_k_experts import TopKExperts, ids_and_weights, top_k_experts_of
 from lowbit.pylib.torch_types import TORCH
 

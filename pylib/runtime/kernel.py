@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -31,10 +31,28 @@ from lowbit.pylib.torch_types import type_name, types_of_views
 from lowbit.pylib.weights.tensor_checks import check_storage
 
 if TYPE_CHECKING:
-    from lowbit.passes.pipeline import Buildable, CompiledKernel
+    from lowbit.dialect.types import Element
+    from lowbit.passes.launch import Launch
+    from lowbit.passes.pipeline import Buildable
     from lowbit.passes.target import Target
 
 _ALIGNMENT = 16  # bytes, which kernels rely on
+
+
+class Compiled(Protocol):
+    """What `load` takes: a `passes.pipeline.CompiledKernel`, or one that was kept."""
+
+    @property
+    def launch(self) -> Launch: ...
+    @property
+    def target(self) -> Target: ...
+    @property
+    def ptx(self) -> str: ...
+    @property
+    def stages(self) -> dict[str, str]: ...
+    @property
+    def elements(self) -> dict[str, tuple[Element, ...]]: ...
+    def cubin(self) -> bytes: ...
 
 
 def compile_program(
@@ -67,7 +85,7 @@ def gpu_target(target: str | None) -> Target:
     return chosen
 
 
-def load(compiled: CompiledKernel, overlap: bool = False, racecheck: bool = True) -> Kernel:
+def load(compiled: Compiled, overlap: bool = False, racecheck: bool = True) -> Kernel:
     """Makes a compiled kernel callable, on the GPU or in the emulator, whichever it was compiled for.
 
     overlap     lets each launch start before the kernel in front of it has ended (sm_90 on). The program must then wait
@@ -91,7 +109,7 @@ class Kernel:
     stages   the program after each stage that was recorded, by the stage's name: all of them by `compile_program`
     """
 
-    def __init__(self, compiled: CompiledKernel) -> None:
+    def __init__(self, compiled: Compiled) -> None:
         self.launch, self.target, self.stages = compiled.launch, compiled.target, dict(compiled.stages)
         self._types = {name: types_of_views(views) for name, views in compiled.elements.items()}
 
@@ -210,7 +228,7 @@ def _fits_f32(value: float) -> bool:
 class CudaKernel(Kernel):
     """A kernel for NVIDIA GPUs, loaded on each device at its first use there."""
 
-    def __init__(self, compiled: CompiledKernel, overlap: bool) -> None:
+    def __init__(self, compiled: Compiled, overlap: bool) -> None:
         super().__init__(compiled)
         self._cubin = compiled.cubin()
         self._program = Program(compiled.launch, compiled.ptx, self._cubin)
@@ -256,7 +274,7 @@ def _for_gpu(value: Any) -> Any:
 class EmulatedKernel(Kernel):
     """A kernel in the emulator, on CPU tensors."""
 
-    def __init__(self, compiled: CompiledKernel, racecheck: bool) -> None:
+    def __init__(self, compiled: Compiled, racecheck: bool) -> None:
         from lowbit.pylib.emulator import Emulator
 
         super().__init__(compiled)
