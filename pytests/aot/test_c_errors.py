@@ -108,9 +108,10 @@ def test_changed_manifest(folder: Path) -> None:
     fails(BAD_FILE, "manifest.json is damaged", lambda: CMatmul(folder, "one"))
 
 
-def test_manifest_of_another_version(folder: Path) -> None:
-    change(folder, lambda manifest: manifest.update(manifest=2))
-    fails(BAD_VERSION, "manifest.json is of version 2, this runtime reads 1", lambda: CMatmul(folder, "one"))
+@pytest.mark.parametrize("version", [1, 3])
+def test_manifest_of_another_version(folder: Path, version: int) -> None:
+    change(folder, lambda manifest: manifest.update(manifest=version))
+    fails(BAD_VERSION, f"manifest.json is of version {version}, this runtime reads 2", lambda: CMatmul(folder, "one"))
 
 
 def test_truncated_and_changed_code(folder: Path) -> None:
@@ -140,6 +141,36 @@ def test_arguments_that_the_runtime_does_not_know(folder: Path) -> None:
     if library().lowbit_open(str(folder).encode(), b"one", CPU, ctypes.byref(ctypes.c_void_p())) == NOT_THERE:
         pytest.skip("this CPU takes other code")
     fails(BAD_VERSION, "arguments that this runtime does not know", lambda: CMatmul(folder, "one"))
+
+
+def _programs(target: dict[str, Any]) -> list[dict[str, Any]]:
+    return [program for each in target["ranges"] for program in each["programs"]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda t: t.pop("ranges"), "`ranges`"),
+        (lambda t: t.update(ranges=[]), "`ranges`"),
+        (lambda t: t.update(ranges=t["ranges"] * 3), "`ranges`"),
+        (lambda t: t["ranges"][0].pop("programs"), "`programs`"),
+        (lambda t: t["ranges"][0].update(programs=_programs(t)[:1] * 4), "`programs`"),
+        (lambda t: t["ranges"][0].update(quantize="i16"), "`quantize`"),
+        (lambda t: _programs(t)[-1].pop("block"), "`block` or `panel`"),
+        (lambda t: _programs(t)[-1].update(panel=0), "`block` or `panel`"),
+        (lambda t: t["dequantize"].update(block=-1), "`block` or `panel`"),
+        (lambda t: t.update(top_k={"ids": "i64"}), "the count of `top_k`"),
+    ],
+)
+def test_code_that_is_called_in_another_way(folder: Path, wrong: Change, named: str) -> None:
+    """Manifests that are whole: no crash, and nothing is opened that can't be called."""
+
+    def all_targets(manifest: dict[str, Any]) -> None:
+        for target in manifest["matmuls"][0]["targets"]:
+            wrong(target)
+
+    change(folder, all_targets)
+    fails(BAD_VERSION, f"manifest.json lacks {named} of the CPU's code, or has", lambda: CMatmul(folder, "one"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -17,6 +17,13 @@ static int level_of_this_machine(void) {
     return __builtin_cpu_supports("avx512bf16") ? 5 : 4;
 }
 
+static int unknown(const char *what) {
+    return fail(LOWBIT_BAD_VERSION,
+                "manifest.json lacks %s of the CPU's code, or has others than this runtime knows; export with the "
+                "lowbit that it came with",
+                what);
+}
+
 static int read_program(lowbit_matmul *h, json about, program *found) {
     int code = read_file(&h->from, json_member(about, "code"), true, &found->code);
     found->entry = json_integer(json_member(about, "entry"));
@@ -26,7 +33,7 @@ static int read_program(lowbit_matmul *h, json about, program *found) {
     found->per_token = json_integer(json_member(about, "per_token"));
     found->per_worker = json_integer(json_member(about, "per_worker"));
     found->per_worker_token = json_integer(json_member(about, "per_worker_token"));
-    return code;
+    return code || (found->block > 0 && found->panel > 0) ? code : unknown("`block` or `panel`");
 }
 
 static int read_range(lowbit_matmul *h, json about, cpu_range *found) {
@@ -37,9 +44,16 @@ static int read_range(lowbit_matmul *h, json about, cpu_range *found) {
     json p = json_first(json_member(about, "programs"));
     for (; p && found->programs < MOST_PROGRAMS && !code; p = json_next(p))
         code = read_program(h, p, &found->program[found->programs++]);
-    if (!code && (p || !found->programs || (in && *in != 'n' && !found->in)))
-        code = fail(LOWBIT_BAD_VERSION, "the CPU's code is called in a way that this runtime does not know");
+    if (!code && (p || !found->programs)) code = unknown("`programs`");
+    if (!code && in && *in != 'n' && !found->in) code = unknown("`quantize`");
     return code;
+}
+
+static int read_ranges(lowbit_matmul *h, json r) {
+    int code = LOWBIT_OK;
+    for (; r && h->cpu_ranges < MOST_RANGES && !code; r = json_next(r))
+        code = read_range(h, r, &h->of_rows[h->cpu_ranges++]);
+    return code || (h->cpu_ranges && !r) ? code : unknown("`ranges`");
 }
 
 static const cpu_range *range_for(const lowbit_matmul *h, int64_t m) {
@@ -49,19 +63,20 @@ static const cpu_range *range_for(const lowbit_matmul *h, int64_t m) {
 
 static number_type type_of(json name) { return json_is(name, "bf16") ? BF16 : json_is(name, "f32") ? F32 : F16; }
 
-static void read_types(lowbit_matmul *h) {
+static int read_types(lowbit_matmul *h) {
     json x = json_first(json_member(h->about, "arrays")), top_k = json_member(h->target, "top_k");
     h->of_x = type_of(json_member(x, "type"));
     h->of_y = type_of(json_member(json_next(x), "type"));
-    if (!top_k || *top_k == 'n') return;
+    if (!top_k || *top_k == 'n') return LOWBIT_OK;
     json weights = json_member(top_k, "weights");
     h->top_k = json_integer(json_member(top_k, "count"));
     h->wide_ids = json_is(json_member(top_k, "ids"), "i64");
     h->adds_up = weights != NULL, h->of_weights = type_of(weights);
+    return h->top_k > 0 ? LOWBIT_OK : unknown("the count of `top_k`");
 }
 
 int cpu_open(lowbit_matmul *h, json targets) {
-    int code = LOWBIT_OK, level = level_of_this_machine();
+    int code, level = level_of_this_machine();
     for (json t = json_first(targets); t; t = json_next(t)) {
         int64_t wants = json_integer(json_member(t, "level"));
         if (wants && wants <= level) h->target = t; /* the last is the best */
@@ -69,10 +84,9 @@ int cpu_open(lowbit_matmul *h, json targets) {
     if (!h->target)
         return fail(LOWBIT_NOT_THERE,
                     "no code in the folder runs on this CPU; export for target cpu, and use one with AVX2");
-    for (json r = json_first(json_member(h->target, "ranges")); r && h->cpu_ranges < 2 && !code; r = json_next(r))
-        code = read_range(h, r, &h->of_rows[h->cpu_ranges++]);
+    code = read_ranges(h, json_first(json_member(h->target, "ranges")));
     if (!code) code = read_program(h, json_member(h->target, "dequantize"), &h->dequantizer);
-    read_types(h);
+    if (!code) code = read_types(h);
     for (json o = json_first(json_member(h->target, "operands")); o && h->operands < MOST_ARRAYS; o = json_next(o)) {
         int array = array_named(h, o);
         if (array < 0)

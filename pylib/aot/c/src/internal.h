@@ -7,7 +7,8 @@
 #include "json.h"
 #include "lowbit.h"
 
-enum { MANIFEST = 1, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_BUFFERS = 8, MOST_PROGRAMS = 3, MOST_NAME = 64, MOST_PATH = 512 };
+enum { MANIFEST = 2, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_BUFFERS = 8, MOST_NAME = 64, MOST_PATH = 512 };
+enum { MOST_RANGES = 2, MOST_PROGRAMS = 3 }; /* of a CPU's code */
 enum { X, Y, WORKSPACE, TENSORS }; /* the first of the arrays, in the order of every manifest */
 
 /* Keeps the text for lowbit_error_text, and returns the code. */
@@ -121,7 +122,7 @@ struct lowbit_matmul {
     kernel *kernel;
     range *range;
     /* of a CPU */
-    cpu_range of_rows[2];
+    cpu_range of_rows[MOST_RANGES];
     int cpu_ranges;
     program dequantizer;
     number_type of_x, of_y, of_weights; /* the last of a router's weights */
