@@ -13,8 +13,8 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.task import ENTRY
 from lowbit.pylib.aot.files import Files
 from lowbit.pylib.aot.image import link
-from lowbit.pylib.build.host_programs import HostProgram, Program, load_host_program
-from lowbit.pylib.weights.folding import specs_of_values
+from lowbit.pylib.build.host_programs import FEW_AND_MANY, HostProgram, Program, load_host_program
+from lowbit.pylib.weights.folding import spec_of_values
 
 LEVELS = {"x86-64-v3": 3, "x86-64-v4": 4, "x86-64-v4+avx512bf16": 5}
 """The processors that code is made for, with the number by which the C runtime compares them."""
@@ -64,17 +64,16 @@ class _Level:
     def _in_eight_bits(self, spec: MatmulSpec) -> Iterator[dict[str, Any]]:
         """Yields programs of rows with scales: those of folded weights from as many rows on as these are rounded."""
         one = self._one(spec)
-        exact, folded = specs_of_values(one)
         until = max((m for m in (MOST_UNFOLDED, MOST) if not one.rounds_weights(m)), default=0)
         if until:
-            yield from self._pair(exact, until, "scaled_few", "scaled_many")
+            yield from self._pair(spec_of_values(one, until), until, scaled=True)
         if until < MOST:
-            yield self._described("scaled_many", self._load(folded, "scaled_many"), MOST, "_folded")
+            folded = self._load(spec_of_values(one, MOST), "scaled_many")
+            yield self._described("scaled_many", folded, MOST, "_folded")
 
-    def _pair(
-        self, spec: MatmulSpec, until: int, few: Program = "few", many: Program = "many"
-    ) -> Iterator[dict[str, Any]]:
+    def _pair(self, spec: MatmulSpec, until: int, scaled: bool = False) -> Iterator[dict[str, Any]]:
         """Yields the program for few rows, unless it serves none, and that for others, `until` so many."""
+        few, many = FEW_AND_MANY[scaled]
         of_few = self._load(spec, few)
         if most := min(of_few.needs.most, until):
             yield self._described(few, of_few, most)

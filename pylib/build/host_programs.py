@@ -19,6 +19,8 @@ from lowbit.passes.cpu.task import Needs
 from lowbit.pylib.build import cache
 
 Program = Literal["few", "many", "scaled_few", "scaled_many", "dequantize"]
+FEW_AND_MANY: dict[bool, tuple[Program, Program]] = {False: ("few", "many"), True: ("scaled_few", "scaled_many")}
+"""The programs for up to `Needs.most` rows of x and for more, by whether these have scales."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from lowbit.passes.scheduling.choice import Chooser
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
 from lowbit.passes.tensor_programs import matmul_text
-from lowbit.pylib.build import knobs
 from lowbit.pylib.build.choices import spelled_out
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import observer
@@ -42,7 +41,8 @@ from lowbit.pylib.explain.packing import packing_figures
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.shared import shared_figures
 from lowbit.pylib.explain.text import Pane, absent_pane, pane_above, python_pane, sass_pane, stage_pane, with_counts
-from lowbit.pylib.runtime.cpu import CpuMatmul
+from lowbit.pylib.operator.call_checks import check_one_expert
+from lowbit.pylib.runtime.cpu import cpu_matmul
 from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.interface import check_schedule
 from lowbit.pylib.runtime.kernel import gpu_target, load
@@ -80,8 +80,8 @@ def explain_experts(spec: MatmulSpec, top_k: int, tokens: int = 1, target: str |
     target   as for `lowbit.compile`; None: this machine's
 
     For few tokens the kernel reads the ids of their experts, and adds up what they make unless its sums are gated; for
-    more it reads a table of slots. Raises SpecError for a spec with one expert and for a top_k beyond them, TargetError
-    for an unknown target or where a tool to compile is missing.
+    more it reads a table of slots. Raises SpecError for a spec with one expert, for a top_k beyond them and, on a CPU,
+    for a spec with `compute`; TargetError for an unknown target or where a tool to compile is missing.
     """
     if spec.experts == 1 or not 1 <= top_k <= spec.experts:
         raise SpecError(f"top_k={top_k} must be in 1..{spec.experts}, of several experts (experts=)")
@@ -191,10 +191,14 @@ def _machine_code(compiled: CompiledKernel, arguments: Mapping[str, int]) -> tup
 
 def _explain_cpu(spec: MatmulSpec, m: int) -> Page:
     """The page of the program for m rows on this machine's CPU; of several experts that for the slots of one."""
+    if spec.compute:
+        check_one_expert(spec)
     one, rows = replace(spec, n=spec.n // spec.experts, experts=1), -(-m // spec.experts)
-    program = "few" if rows <= CpuMatmul(one, knobs.cpu()).few_tokens else "many"
-    stages, origins = program_origins(one, program, knobs.cpu())
-    shown = [python_pane(origins), pane_above("lowbit", "lowbit", matmul_text(one), (), origins)]
+    found = cpu_matmul(one, rows)
+    stages, origins = program_origins(found.spec, found.program_for(rows), found.cpu)
+    shown = [python_pane(origins), pane_above("lowbit", "lowbit", matmul_text(one.in_act), (), origins)]
     shown += [stage_pane(name, TITLES[name], stages[name], lines) for name, lines in origins.lines.items()]
-    about = f"The program for {program} rows" + (f", which runs for each expert, here of {rows}" * (spec.experts > 1))
+    about = f"The program for {'few' if rows <= found.few_tokens else 'many'} rows"
+    about += ", quantized to 8 bits, whose values are numbers of f16" * (one.for_rows(rows).compute is not None)
+    about += f", which runs for each expert, here of {rows}" * (spec.experts > 1)
     return Page(f"{spec}, m = {m}, on cpu", about, tuple(shown), tuple(packing_figures(spec)))

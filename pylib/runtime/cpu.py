@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,12 +14,14 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.task import ENTRY, Needs
-from lowbit.pylib.build.host_programs import Program, load_host_program
+from lowbit.pylib.build import knobs
+from lowbit.pylib.build.host_programs import FEW_AND_MANY, Program, load_host_program
 from lowbit.pylib.build.knobs import MOST_THREADS
 from lowbit.pylib.runtime import cpu_threads
 from lowbit.pylib.runtime.interface import check_memory_of_weight, check_memory_of_x
 from lowbit.pylib.runtime.machine_code import load
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.folding import spec_of_values
 from lowbit.pylib.weights.tensor_checks import address_of
 
 # Multiply-adds that are worth more than one thread: about 10 us of work; a team takes 2 to begin and to end.
@@ -53,6 +55,17 @@ class Loaded:
         cpu_threads.run(self.call, task.buffer_info()[0], threads)
 
 
+def cpu_matmul(spec: MatmulSpec, m: int) -> CpuMatmul:
+    """Returns what multiplies m rows of x by a weight on this CPU, within LOWBIT_CPU and LOWBIT_NUM_THREADS: with
+    `compute` rows of values and their scales, else rows in the act type; columns are in the order of the weight's.
+
+    Raises TargetError as `CpuMatmul` does.
+    """
+    kind = replace(spec.for_rows(m), permuted=False)
+    of_values = spec_of_values(kind, m) if kind.compute else kind
+    return CpuMatmul(of_values, knobs.cpu(), knobs.num_threads(), scaled=kind.compute is not None)
+
+
 class CpuMatmul:
     """A spec compiled for a CPU. Tensors must fit the spec, lie on the CPU, and be contiguous (x need not).
 
@@ -76,7 +89,8 @@ class CpuMatmul:
         self._programs: dict[Program, Loaded] = {}
         self._sound: set[tuple[int, ...]] = set()  # addresses of weights
         self._lock = threading.Lock()
-        self._few = self._program("scaled_few" if scaled else "few")
+        self._few_and_many = FEW_AND_MANY[scaled]
+        self._few = self._program(self._few_and_many[0])
         self.few_tokens = self._few.needs.most
 
     def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
@@ -94,7 +108,7 @@ class CpuMatmul:
 
     def _rows(self, m: int, x: int, y: int, weight: Sequence[int]) -> None:
         spec = self.spec
-        program = self._few if m <= self.few_tokens else self._program("scaled_many" if self._scaled else "many")
+        program = self._program(self.program_for(m))
         x_row, y_row = self._act_bytes * spec.k, ELEMENTS[spec.out_dtype].bytes * spec.outputs
         stored, others = weight[: len(spec.tensors)], weight[len(spec.tensors) :]
         sizes = [y_row] * len(spec.call_inputs) + [4] * self._scaled  # of rows of the others
@@ -120,7 +134,11 @@ class CpuMatmul:
         """The program for m rows as text: "vector" and "llvm" (MLIR), "ll" (LLVM IR), "asm"."""
         from lowbit.passes.cpu.compile import program_stages  # which loads MLIR and LLVM
 
-        return program_stages(self.spec, "few" if m <= self.few_tokens else "many", self.cpu)
+        return program_stages(self.spec, self.program_for(m), self.cpu)
+
+    def program_for(self, m: int) -> Program:
+        """Returns the name of the program that multiplies m rows."""
+        return self._few_and_many[m > self.few_tokens]
 
     def rounds_weights(self, m: int) -> bool:
         """Tells whether m rows are multiplied by weights that are rounded to bf16."""

@@ -6,16 +6,16 @@ Beside what every runtime has, these have `multiply`, for an activation that is 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from lowbit.dialect.fields import MOST
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
-from lowbit.pylib.build import knobs
 from lowbit.pylib.operator.call_checks import check_one_expert
 from lowbit.pylib.runtime.activation import Quantized, in_column_order, quantize_in_torch
 from lowbit.pylib.runtime.driver import allocate, current_stream
@@ -31,8 +31,10 @@ from lowbit.pylib.runtime.interface import (
 )
 from lowbit.pylib.runtime.quantizers import CudaQuantizer, quantizer
 from lowbit.pylib.runtime.runtimes import CpuRuntime
-from lowbit.pylib.weights.folding import specs_of_values
 from lowbit.pylib.weights.tensor_checks import ALIGNMENT
+
+if TYPE_CHECKING:
+    from lowbit.pylib.runtime.cpu import CpuMatmul
 
 
 class EightBitRuntime(Runtime, Protocol):
@@ -169,15 +171,14 @@ class CpuEightBit(CpuRuntime):
     """
 
     def __init__(self, spec: MatmulSpec) -> None:
-        from lowbit.pylib.runtime.cpu import CpuMatmul
+        from lowbit.pylib.runtime.cpu import cpu_matmul
 
         super().__init__(spec.in_act)
         self._compute: Compute = spec.byte_type
         self._outer = spec
-        exact, folded = specs_of_values(spec)
-        self._exact = self._folded = CpuMatmul(exact, knobs.cpu(), knobs.num_threads(), scaled=True)
-        if spec.folds:
-            self._folded = CpuMatmul(folded, knobs.cpu(), knobs.num_threads(), scaled=True)
+        self._few = self._many = cpu_matmul(spec, 1)
+        if spec.rounds_weights(MOST) != spec.rounds_weights(1):
+            self._many = cpu_matmul(spec, MOST)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         check_x_on_cpu("cpu", x)
@@ -187,5 +188,8 @@ class CpuEightBit(CpuRuntime):
         check_cpu("cpu", weight[0])
         check_x_on_cpu("cpu", *x)
         values, scales, _ = x
-        product = self._folded if self._outer.rounds_weights(scales.numel()) else self._exact
+        product = self._of(scales.numel())
         return product.matmul(in_column_order(values).to(torch.float16), [*weight, scales.contiguous()])
+
+    def _of(self, m: int) -> CpuMatmul:
+        return self._many if self._outer.rounds_weights(m) else self._few

@@ -8,6 +8,7 @@ the way the GPU goes, launch for launch.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
-from lowbit.pylib.build import knobs
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.operator.call_checks import check_one_expert
@@ -24,6 +24,9 @@ from lowbit.pylib.runtime.gpu import CudaRuntime
 from lowbit.pylib.runtime.interface import Runtime, Tensors, check_cpu
 from lowbit.pylib.runtime.permuters import Permuter, permuter
 from lowbit.pylib.weights.dequantized import in_order_of_x
+
+if TYPE_CHECKING:
+    from lowbit.pylib.runtime.cpu import CpuMatmul
 
 
 def make_runtime(
@@ -49,10 +52,10 @@ class CpuRuntime:
     schedule = None
 
     def __init__(self, spec: MatmulSpec) -> None:
-        from lowbit.pylib.runtime.cpu import CpuMatmul
+        from lowbit.pylib.runtime.cpu import cpu_matmul
 
         self._spec = spec
-        self._program = CpuMatmul(spec, knobs.cpu(), knobs.num_threads())
+        self._program = cpu_matmul(spec, 1)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         check_cpu("cpu", x, weight[0])
@@ -68,7 +71,11 @@ class CpuRuntime:
     def stages(self, m: int) -> dict[str, str]:
         from lowbit.passes.tensor_programs import matmul_text
 
-        return {"lowbit": matmul_text(self._spec)} | self._program.stages(m)
+        return {"lowbit": matmul_text(self._spec)} | self._of(m).stages(m)
+
+    def _of(self, m: int) -> CpuMatmul:
+        """Returns what multiplies m rows."""
+        return self._program
 
     def choices(self) -> KernelChoices:
         raise TargetError("target cpu has one program for every number of rows; choices are those of a GPU target")

@@ -120,11 +120,11 @@ def with_table_in_f16(spec: MatmulSpec) -> MatmulSpec:
     return replace(spec, weight=f"lut{t.bits}", table=tuple(rounded.tolist()))
 
 
-def specs_of_values(spec: MatmulSpec) -> tuple[MatmulSpec, MatmulSpec]:
-    """Returns the specs by which a CPU multiplies values of 8 bits, as numbers of f16: without folded scales, and with
-    them."""
-    folded = replace(with_table_in_f16(spec), act="f16", out=spec.out_dtype)
-    return replace(spec.in_act, act="f16", out=spec.out_dtype), folded
+def spec_of_values(spec: MatmulSpec, m: int) -> MatmulSpec:
+    """Returns the spec by which a CPU multiplies m rows of values of 8 bits, as numbers of f16: with folded scales
+    where weights are rounded."""
+    of_weight = with_table_in_f16(spec) if spec.rounds_weights(m) else spec.in_act
+    return replace(of_weight, act="f16", out=spec.out_dtype)
 
 
 def with_scales_in_f16(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> tuple[MatmulSpec, Mapping[str, Tensor]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -28,10 +29,12 @@ from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen import sass
 from lowbit.passes.codegen.cubin import Resources, resource_usage
+from lowbit.passes.cpu.compile import program_stages
 from lowbit.passes.kernels.registry import family_named, request
 from lowbit.passes.origins import Origins
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.targets import GPUS, parse_target
+from lowbit.pylib.build import host_programs
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.explain import executed, measured
@@ -46,6 +49,7 @@ from lowbit.pylib.explain.pictures import browser, line_with, pictures, pipeline
 from lowbit.pylib.explain.shared import buffers, fills
 from lowbit.pylib.explain.text import coloured, coloured_python, python_pane
 from lowbit.pylib.reference import random_inputs
+from lowbit.pylib.runtime.cpu import CpuMatmul, Loaded
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.outliers import draw, to_lines
 from lowbit.pylib.weights.packed import pack
@@ -492,6 +496,49 @@ def test_cpu(m: int) -> None:
     assert [pane.name for pane in page.panes] == ["python", "lowbit", "vector", "llvm", "ll", "asm"]
     assert all(any(line.origins for line in pane.lines) for pane in page.panes)
     assert len(page.html) < 5e6
+
+
+@pytest.mark.parametrize(
+    ("fields", "m"),
+    [
+        ({"compute": "i8"}, 1),
+        ({"compute": "i8"}, 200),
+        ({"compute": "i8", "compute_from": 16}, 15),
+        ({"compute": "i8", "compute_from": 16}, 16),
+        ({"compute": "f8e4m3", "fold_scales": True}, 1),
+        ({"compute": "f8e4m3", "fold_scales": True}, 200),
+        ({"compute": "f8e4m3", "fold_scales": True, "weight": "nf4"}, 1),
+        ({"permuted": True}, 1),
+    ],
+    ids=str,
+)
+def test_the_program_of_a_cpu_is_the_one_that_runs(
+    fields: dict[str, Any], m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page and `ir` show the last program that a call took."""
+    ran: list[tuple[MatmulSpec, host_programs.Program]] = []
+    take = CpuMatmul._program
+
+    def noted(self: CpuMatmul, name: host_programs.Program) -> Loaded:
+        ran.append((self.spec, name))
+        return take(self, name)
+
+    spec = replace(MatmulSpec(64, 256, "u4", group_size=64), **fields)
+    mm, (x, given) = lowbit.compile(spec, "cpu"), random_inputs(spec, m)
+    packed = pack(spec, **given)
+    monkeypatch.setattr(CpuMatmul, "_program", noted)
+    mm(x, packed)
+    wanted, page = program_stages(*ran[-1]), mm.explain(m)
+    assert {name: mm.ir(name, m) for name in wanted} == wanted
+    shown = {pane.name: "\n".join(text_of(line.html) for line in pane.lines) for pane in page.panes}
+    assert shown["lowbit"] == mm.ir("lowbit", m).rstrip() and shown["vector"] == wanted["vector"].rstrip()
+    assert ("quantized to 8 bits" in page.about) == (spec.for_rows(m).compute is not None)
+
+
+def test_experts_in_eight_bits_on_a_cpu() -> None:
+    """As `lowbit.compile` does."""
+    with pytest.raises(lowbit.SpecError, match="multiplies rows of x that are sorted by expert"):
+        lowbit.explain_experts(replace(EXPERTS, compute="i8"), 2, target="cpu")
 
 
 def doubled() -> Program:
