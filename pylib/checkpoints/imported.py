@@ -16,6 +16,9 @@ from lowbit.dialect.spec import Act, MatmulSpec, Scale, Zeros
 from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.unpacked import UnpackedWeight
 
+BLOCKS = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
+"""The columns that share a scale of these types in MX and in NVFP4; the sizes of groups divide it, or are multiples."""
+
 
 @dataclass(frozen=True, eq=False)
 class Imported(UnpackedWeight):
@@ -36,13 +39,13 @@ class Imported(UnpackedWeight):
     scale_table: tuple[float, ...] | None = field(default=None, kw_only=True)
 
     def spec(self, act: Act) -> MatmulSpec:
-        """Returns the spec of the weight for inputs of type `act`."""
-        (n, k), groups = self.codes.shape, self.scales.shape[1]
+        """Returns the spec of the weight for inputs of type `act`. Raises CheckpointError for groups that don't divide k."""
+        n, k = self.codes.shape
         return MatmulSpec(
             n,
             k,
             self.weight,
-            group_size=None if groups == 1 and self.scale_code is None else k // groups,
+            group_size=self._group_size(),
             zeros=self._zeros(),
             scale=self.scale_code or _scale_type(self.scales),
             act=act,
@@ -57,6 +60,18 @@ class Imported(UnpackedWeight):
     def in_order(self, order: Tensor | None) -> Imported:
         """Returns the weight with its columns in another order, in which groups are side by side; None leaves them."""
         return self if order is None else replace(self, codes=self.codes[:, order], permutation=order)
+
+    def _group_size(self) -> int | None:
+        """Returns the columns that share a scale; None for whole rows."""
+        k, groups = self.codes.shape[1], self.scales.shape[1]
+        if groups == 1 and self.scale_code is None:
+            return None
+        size, rest = divmod(k, groups)
+        block = BLOCKS.get(self.scales.dtype, size)
+        if rest or (size % block and block % size):
+            said = f" of {block} columns, as {short_name(self.scales.dtype)} has" if self.scales.dtype in BLOCKS else ""
+            raise CheckpointError(f"k={k} is not {groups} groups{said}; a last group that is shorter can't be read")
+        return size
 
     def _zeros(self) -> Zeros:
         if self.zeros is None:

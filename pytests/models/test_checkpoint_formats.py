@@ -26,6 +26,7 @@ from lowbit import CheckpointError
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints import unpack
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
+from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.registry import FORMATS, REFUSED, format_of
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -557,6 +558,82 @@ def test_powers_of_two_of_modelopt(algorithm: str) -> None:
         lowbit.import_weight(ours, {**given, "weight_scale_2": torch.ones(())})
     with pytest.raises(CheckpointError, match=r"weight_scale must be \[.*, .*\] beside a weight of"):
         lowbit.import_weight(ours, {**given, "weight_scale": given["weight_scale"][:, :1]})
+
+
+SHORT = torch.tensor([1.0] * 32 + [8.0] * 16)
+"""A row of 48 columns, of which the last 16 have a scale of their own though groups have 32."""
+
+
+def short_groups() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Returns the configuration and the tensors of a weight of 32 equal rows, `SHORT`, in formats with groups."""
+    n, codes = 32, torch.full((32, 48), 1.0).to(torch.float8_e4m3fn)
+    exponents, floats = torch.tensor([[127, 130]] * n, dtype=torch.uint8), torch.tensor([[1.0, 8.0]] * n).half()
+    e2m1, mx = torch.full((n, 24), 0x22, dtype=torch.uint8), {"weight_scale": exponents}
+    nines, zeros = torch.tensor(0x99999999 - (1 << 32)).int(), torch.tensor(0x88888888 - (1 << 32)).int()
+    fp4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}
+    int8 = {"weight": {"dtype": "int8", "qscheme": "per_group", "group_size": 32}}
+    ct = {"quant_method": "compressed-tensors"}
+    of_8, of_4, mxfp8 = (
+        {"config_groups": {"a": {"weights": {"num_bits": bits, "type": kind, "group_size": 32}}}}
+        for bits, kind in ((8, "int"), (4, "int"), (8, "float"))
+    )
+    gptq = {"qweight": nines.repeat(6, n), "qzeros": zeros.repeat(2, 4), "scales": floats.t().contiguous()}
+    awq = {"qweight": nines.repeat(48, 4), "qzeros": zeros.repeat(2, 4), "scales": floats.t().contiguous()}
+    ones, shape = torch.ones(n, 48, dtype=torch.int8), torch.tensor([n, 48])
+    return {
+        "modelopt-mxfp4": ({"quant_method": "modelopt", "quant_algo": "MXFP4"}, {"weight": e2m1, **mx}),
+        "modelopt-mxfp8": ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, {"weight": codes, **mx}),
+        "quark-mxfp4": ({"quant_method": "quark", "global_quant_config": fp4}, {"weight": e2m1, **mx}),
+        "quark-int8": (
+            {"quant_method": "quark", "global_quant_config": int8},
+            {
+                "weight": ones.t().contiguous(),
+                "weight_scale": floats.t().contiguous(),
+                "weight_zero_point": torch.zeros(2, n, dtype=torch.int8),
+            },
+        ),
+        "ct-mxfp8": ({**ct, **mxfp8}, {"weight": codes, **mx}),
+        "ct-int8": ({**ct, **of_8}, {"weight": ones, "weight_scale": floats}),
+        "ct-pack-4": (
+            {**ct, **of_4},
+            {"weight_packed": nines.repeat(n, 6), "weight_scale": floats, "weight_shape": shape},
+        ),
+        "mxfp8": (
+            {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+            {"weight": codes, "weight_scale_inv": exponents},
+        ),
+        "fp8": (
+            {"quant_method": "fp8", "weight_block_size": [1, 32]},
+            {"weight": codes, "weight_scale_inv": floats.float()},
+        ),
+        "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}, gptq),
+        "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32}, awq),
+    }
+
+
+@pytest.mark.parametrize("name", short_groups())
+def test_a_last_group_that_is_shorter(name: str) -> None:
+    """Its scale is that of the last columns alone, or it is refused, but not that of columns before them."""
+    config, tensors = short_groups()[name]
+    try:
+        found = lowbit.import_weight(config, tensors, shape=(32, 48)).dequantize()
+    except CheckpointError as error:
+        assert name.startswith("modelopt-mxfp")
+        assert "k=48 is not 2 groups of 32 columns, as e8m0 has; a last group that is shorter can't" in str(error)
+    else:
+        assert torch.equal(found.float(), SHORT.expand(32, -1))
+
+
+@pytest.mark.parametrize(("k", "groups"), [(48, 5), (48, 2), (40, 2)])
+def test_groups_that_do_not_divide_rows(k: int, groups: int) -> None:
+    """Whatever a reader returns: numbers of any type in groups that are none, and powers of two of shorter ones."""
+    codes, exponents = torch.zeros(32, k, dtype=torch.uint8), torch.full((32, groups), 127, dtype=torch.uint8)
+    weight = Imported(codes, exponents.view(torch.float8_e8m0fnu), weight="f4e2m1")
+    with pytest.raises(CheckpointError, match=f"k={k} is not {groups} groups of 32 columns, as e8m0 has; a last group"):
+        weight.spec("f16")
+    if k % groups:
+        with pytest.raises(CheckpointError, match=f"k={k} is not {groups} groups; a last group that is shorter"):
+            replace(weight, scales=torch.ones(32, groups)).spec("f16")
 
 
 def test_inputs_in_fp8_beside_nvfp4() -> None:

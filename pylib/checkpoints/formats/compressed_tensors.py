@@ -30,7 +30,7 @@ from lowbit.pylib.checkpoints.blocks import Block, of_blocks, order_of
 from lowbit.pylib.checkpoints.config_entries import named, one_of
 from lowbit.pylib.checkpoints.formats import nvfp4
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.formats.gpt_oss import powers_of_two
+from lowbit.pylib.checkpoints.formats.gpt_oss import MX, scales_of_columns
 from lowbit.pylib.checkpoints.imported import Imported, check_middle, integers
 from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_columns, from_stream
@@ -197,10 +197,8 @@ def _packed_floats(module: ModuleTensors, packed: Tensor) -> Imported:
 
 
 def _exponents(module: ModuleTensors, schemes: Sequence[Scheme], n: int, k: int) -> Tensor:
-    _check_group(schemes, 32)
-    scales = module.take("weight_scale", torch.uint8, 2)
-    check_shape("weight_scale", scales, (n, -(-k // 32)), f"a weight of {n} x {k}")
-    return powers_of_two(scales)
+    _check_group(schemes, MX)
+    return scales_of_columns(module, n, k)
 
 
 # -- scales

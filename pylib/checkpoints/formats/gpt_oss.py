@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
+from lowbit.pylib.checkpoints.blocks import spread
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_stream
+
+MX = 32  # columns that share a power of two
 
 
 def read(module: ModuleTensors) -> Imported:
@@ -29,6 +32,14 @@ def read(module: ModuleTensors) -> Imported:
     check_shape("scales", scales, (rows, groups), "blocks")
     codes = from_stream(blocks.reshape(rows, groups * size), 4, groups * 32)
     return Imported(codes, powers_of_two(scales), weight="f4e2m1", bias=module.bias())
+
+
+def scales_of_columns(module: ModuleTensors, n: int, k: int) -> Tensor:
+    """Returns the scales [n, groups], e8m0, of a weight whose "weight_scale" has a byte for each `MX` columns of a row,
+    the last byte for what is left. Raises CheckpointError for another shape."""
+    given = module.take("weight_scale", torch.uint8, 2)
+    check_shape("weight_scale", given, (n, -(-k // MX)), f"a weight of {n} x {k}")
+    return powers_of_two(spread(given, MX, k))
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

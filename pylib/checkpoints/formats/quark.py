@@ -26,7 +26,7 @@ from lowbit.pylib.checkpoints.blocks import spread
 from lowbit.pylib.checkpoints.config_entries import anything, named, one_of
 from lowbit.pylib.checkpoints.formats.awq import in_order
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.formats.gpt_oss import powers_of_two
+from lowbit.pylib.checkpoints.formats.gpt_oss import MX, scales_of_columns
 from lowbit.pylib.checkpoints.imported import Imported, integers
 from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_stream
@@ -35,7 +35,6 @@ SMALL_FLOATS = {"fp4": "f4e2m1", "fp6_e2m3": "f6e2m3", "fp6_e3m2": "f6e3m2"}
 INTEGERS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
 SIGNED = ("int4", "int8")
 DTYPES = (*INTEGERS, "fp8_e4m3", *SMALL_FLOATS)
-MX = 32  # columns that share a power of two
 
 
 def read(module: ModuleTensors) -> Imported:
@@ -128,11 +127,10 @@ def _float8(module: ModuleTensors) -> Imported:
 def _small_floats(module: ModuleTensors, weight: str, scheme: Mapping[str, Any]) -> Imported:
     if (said := (scheme.get("scale_format"), scheme.get("group_size"))) != ("e8m0", MX):
         raise CheckpointError(f"scale_format={said[0]!r} and group_size={said[1]!r} must be 'e8m0' and {MX}")
-    packed, scales = module.take("weight", torch.uint8, 2), module.take("weight_scale", torch.uint8, 2)
-    n, bits = len(packed), int(weight[1])
+    packed, bits = module.take("weight", torch.uint8, 2), int(weight[1])
     k = packed.shape[1] * 8 // bits
-    check_shape("weight_scale", scales, (n, -(-k // MX)), f"weight {list(packed.shape)}")
-    return Imported(from_stream(packed, bits, k), powers_of_two(scales), weight=weight, bias=module.bias())
+    scales = scales_of_columns(module, len(packed), k)
+    return Imported(from_stream(packed, bits, k), scales, weight=weight, bias=module.bias())
 
 
 # -- the configuration
