@@ -45,6 +45,7 @@ from lowbit.passes.cpu.worker import Task, define, take_pieces, wait_until_done
 
 _BYTES = 4 * LANES  # of a vector of f32
 _LEAST = -3.0e38  # a score of a place that is not looked at; no infinity, whose difference from itself is no number
+_TINY = 1e-30  # sums of weights are at least this: those of a token that looks at no place are 0
 
 
 class _NormProgram(Norm):
@@ -160,13 +161,13 @@ class _AttendProgram(Attend):
         return vector.reduction(f32(), vector.CombiningKind.MAXIMUMF, block.carried[0])
 
     def _add_up(self, values: Value, weights: Value, total: Value, length: Value, y: _Numbers) -> None:
-        """Stores the sum of values times weights, divided by the sum of the weights."""
+        """Stores the sum of values times weights, divided by the sum of the weights; 0 where all of these are."""
         row, vectors = self.columns * ELEMENTS[self.act].bytes, self.columns // LANES
         with loop(0, length, carried=[constant(vec(f32()), 0.0)] * vectors) as place:
             weight = broadcast(load(f32(), at(weights, mul(place.index, 4))))
             v = _Numbers(self.act, at(values, mul(place.index, row)))
             place.carried = [fma(weight, v.load(i64(LANES * n)), s) for n, s in enumerate(place.carried)]
-        inverse = broadcast(arith.divf(constant(f32(), 1.0), total))
+        inverse = broadcast(arith.divf(constant(f32(), 1.0), arith.maximumf(total, constant(f32(), _TINY))))
         for n, each in enumerate(place.carried):
             y.store(arith.mulf(each, inverse), i64(LANES * n))
 

@@ -62,7 +62,7 @@ class Attend:
     """softmax(scale * q k) v, a query head a piece: that of a token after that of the token before.
 
     columns   of a head, a multiple of 16
-    masked    whether a byte for every place says whether it is looked at; a token looks at one place at least
+    masked    whether a byte for every place says whether it is looked at; a token that looks at none gets zeros
     """
 
     act: str

@@ -34,7 +34,20 @@ from lowbit.pylib.layer.decode import (
     normed_after,
 )  # fmt: skip
 from lowbit.pylib.nn import layer_on_cpu
-from lowbit.pylib.nn.decoder_forms import ATTENTION, PLAIN, Facts, eps_of, facts_of, form_of, head_norms
+from lowbit.pylib.nn.decoder_forms import (
+    ATTENTION,
+    PLAIN,
+    Facts,
+    are_norms_as_fused,
+    cache_of,
+    eps_of,
+    facts_of,
+    form_of,
+    has_hooks,
+    head_norms,
+    is_of_its_file,
+    was_patched,
+)  # fmt: skip
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, change_order, gate_of, store_like
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
@@ -87,8 +100,9 @@ def chain_(layer: nn.Module, gate: bool = True) -> str:
         facts = facts_of(layer)
     except QuantizeError as error:
         return str(error)
-    if gate:
-        _gate(layer.get_submodule(facts.form.network))
+    network = layer.get_submodule(facts.form.network)
+    if gate and is_of_its_file(network, layer) and not was_patched(network):
+        _gate(network)
     layer.__class__ = _chained_class(type(layer), facts=facts)
     return ""
 
@@ -110,6 +124,10 @@ def _why_not(layer: nn.Module) -> str:
         return f"how a {kind.__name__} decodes is not known; docs/howto/fastest-decode.md has the classes that are"
     if "forward" in vars(layer):
         return f"the forward of this {kind.__name__} was replaced by another"
+    if not is_of_its_file(_attention(layer), layer):
+        return f"its attention is a {type(_attention(layer)).__name__} of {type(_attention(layer)).__module__}"
+    if patched := [type(each).__name__ for each in (layer, _attention(layer)) if was_patched(each)]:
+        return f"the forward of {patched[0]} is not that of transformers"
     if type(out := _attention(layer)._modules.get("o_proj")) is not LowbitLinear:
         return f"self_attn.o_proj is a {type(out).__name__}, not a LowbitLinear"
     qkv = cast(LowbitLinear, qkv_of(layer) or _attention(layer)._modules["q_proj"])
@@ -291,7 +309,7 @@ def _first(given: Any) -> Tensor:
 def _cache(layer: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
     """Returns the part of a static cache that a call is to append to; None for a call that a chain of launches is not
     for."""
-    cache, turn = given.get("cache", given.get("past_key_values")), given.get("position_embeddings")
+    cache, turn = cache_of(given), given.get("position_embeddings")
     few = x.ndim == 3 and x.shape[0] * x.shape[1] <= MOST_ROWS
     if layer.training or torch.is_grad_enabled() or not few or cache is None or turn is None:
         return None
@@ -354,11 +372,11 @@ def _is_as_fused(layer: Any, x: Tensor) -> bool:
     """Tells whether the modules of a layer are those that were fused, without hooks or adapters."""
     attention = layer.self_attn
     linears: list[Any] = [qkv_of(layer), attention.o_proj]
-    norms: list[Any] = [layer._modules[name] for name in layer.facts.form.norms] + head_norms(attention)
     return (
         all(_is_plain(each, LowbitLinear) and each._act is x.dtype for each in linears)
-        and all(not _has_hooks(each) and each.weight.dtype is x.dtype for each in norms)
-        and not any(_has_hooks(each) for each in layer.children())
+        and is_of_its_file(attention, layer)
+        and are_norms_as_fused(layer, x)
+        and not any(has_hooks(each) for each in layer.children())
         and getattr(attention, "is_causal", True)
         and attention.config._attn_implementation in BY
     )
@@ -366,8 +384,4 @@ def _is_as_fused(layer: Any, x: Tensor) -> bool:
 
 def _is_plain(module: Any, kind: type) -> bool:
     """Tells whether a module is a low-bit layer as it was made, without hooks."""
-    return type(module) is kind and not _has_hooks(module)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return type(module) is kind and not has_hooks(module)

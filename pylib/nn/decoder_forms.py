@@ -8,14 +8,16 @@ table, whatever its name. Everything else is a number or a tensor of the module,
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import assume_constant_result
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.pylib.layer import reference
@@ -119,7 +121,7 @@ class Facts:
 def facts_of(layer: nn.Module) -> Facts:
     """Returns what is known of a layer whose class is. Raises QuantizeError that says what is of an unknown kind."""
     form, attention = cast(Form, form_of(layer)), cast(Any, layer._modules[ATTENTION])
-    norms = [layer.get_submodule(name) for name in form.norms] + head_norms(attention)
+    norms = norms_of(layer, form)
     shifts = {_shift(norm) for norm in norms}
     if len(shifts) > 1:
         raise QuantizeError("its norms are of several kinds")
@@ -135,9 +137,69 @@ def head_norms(attention: nn.Module) -> list[nn.Module]:
     return [norm for name in ("q_norm", "k_norm") if (norm := attention._modules.get(name)) is not None]
 
 
+def norms_of(layer: nn.Module, form: Form) -> list[nn.Module]:
+    """Returns all norms of a layer, those of queries and keys last."""
+    return [layer.get_submodule(name) for name in form.norms] + head_norms(layer.get_submodule(ATTENTION))
+
+
 def eps_of(norm: Any) -> float:
     """Returns what a norm adds to the mean of squares."""
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    found = vars(norm).get("variance_epsilon")
+    return norm.eps if found is None else found
+
+
+def is_of_its_file(module: nn.Module, layer: nn.Module) -> bool:
+    """Tells whether a part of a layer is of the class that transformers has for it, or of one that `fuse_` has made of
+    that: not of one derived from it, whose forward may be any."""
+    return _is_of(type(module), type(layer).__module__)
+
+
+@assume_constant_result
+def _is_of(cls: type[nn.Module], home: str) -> bool:
+    found = vars(sys.modules[home]).get(cls.__name__)
+    return cls.__module__ == home and isinstance(found, type) and issubclass(cls, found)
+
+
+def was_patched(module: nn.Module) -> bool:
+    """Tells whether the forward of a class of transformers is not that of its file."""
+    found = vars(sys.modules[type(module).__module__]).get(type(module).__name__)
+    code = getattr(inspect.unwrap(getattr(found, "forward", None)), "__code__", None)  # type: ignore[arg-type]
+    return code is None or code.co_filename != sys.modules[type(module).__module__].__file__
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tells whether calls of a module do more than its class says."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def are_norms_as_fused(layer: Any, x: Tensor) -> bool:
+    """Tells whether the norms of a layer compute what those did that were fused, with gains for an x [..., hidden]."""
+    facts: Facts = layer.facts
+    heads = head_norms(layer._modules[ATTENTION])
+    sizes = [x.shape[-1]] * len(facts.form.norms) + [layer._modules[ATTENTION].head_dim] * len(heads)
+    return all(
+        norm._parameters.keys() == {"weight"}
+        and _tried_norm(type(norm)) == facts.shift
+        and not has_hooks(norm)
+        and _is_gain(norm._parameters["weight"], size, x)
+        for norm, size in zip(norms_of(layer, facts.form), sizes)
+    )
+
+
+def _is_gain(gain: Tensor | None, size: int, x: Tensor) -> bool:
+    """Tells whether so many numbers of x's type are in one piece where x is."""
+    return (
+        gain is not None
+        and gain.shape == (size,)
+        and gain.dtype is x.dtype
+        and gain.device == x.device
+        and gain.is_contiguous()
+    )
+
+
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """Returns the cache that a layer is called with, by the name of this version of transformers or of those before."""
+    return given.get("cache", given.get("past_key_values"))
 
 
 def _shift(norm: nn.Module) -> float:
@@ -148,8 +210,14 @@ def _shift(norm: nn.Module) -> float:
     return shift
 
 
-@lru_cache(maxsize=None)
+@assume_constant_result
 def _tried_norm(cls: type[nn.Module]) -> float | None:
+    """Returns what a norm of a class adds to its gain; None for one of another kind."""
+    return _try_norm(cls)
+
+
+@lru_cache(maxsize=None)
+def _try_norm(cls: type[nn.Module]) -> float | None:
     """Tries a norm of a class: its forward, with a gain and an eps of our own."""
     x, gain = (each.view(-1, _COLUMNS) for each in _random(5 * _COLUMNS).tensor_split([4 * _COLUMNS]))
     norm = cls.__new__(cls)

@@ -171,7 +171,9 @@ class LowbitExperts(NoDense):
         return found is not None and found.holds((self.gate_up, self.down))
 
     def _stack(self) -> None:
-        self._stacked[MODE.on] = stacked((self.gate_up, self.down), self._gate())
+        lists = self.gate_up, self.down
+        self._stacked[MODE.on] = stacked(lists, self._gate())
+        self._stacked = {on: each for on, each in self._stacked.items() if each.holds(lists)}
 
     def _gate(self) -> Gate | None:
         """Returns the gate of the dense class, where a kernel can apply it."""

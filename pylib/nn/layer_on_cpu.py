@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import TargetError
 from lowbit.pylib.layer.on_cpu import CpuLayer, LayerShape, Tokens, Weights
+from lowbit.pylib.nn.decoder_forms import are_norms_as_fused, cache_of, eps_of, has_hooks, head_norms, is_of_its_file
 from lowbit.pylib.nn.gated_linear import GatedLinear
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.operator.tracing import is_observed
@@ -36,19 +37,13 @@ ATTENTION = ("sdpa", "lowbit_grouped")
 """Names of attention whose masks say for each place whether it may be looked at: the latter is that of
 `lowbit bench-model`."""
 APART = ("q_proj", "k_proj", "v_proj")
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_NORMS_BEHIND = (
-    *("input_layernorm", "pre_feedforward_layernorm"),
-    *("post_attention_layernorm", "post_feedforward_layernorm"),
-)
-"""Before attention, before the network, and behind each, in layers that have them."""
 
 
 class _Kept:
-    """The programs of a layer, or none, and the specs of its matmuls when they were made."""
+    """The programs of a layer, or none, and the specs of its matmuls and its numbers when they were made."""
 
-    def __init__(self, specs: tuple[Any, ...], programs: CpuLayer | None) -> None:
-        self.specs, self.programs = specs, programs
+    def __init__(self, specs: tuple[Any, ...], numbers: tuple[float, ...], programs: CpuLayer | None) -> None:
+        self.specs, self.numbers, self.programs = specs, numbers, programs
 
 
 _KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
@@ -60,10 +55,11 @@ def knows(kind: type) -> bool:
 
 
 def takes_apart(layer: nn.Module) -> bool:
-    """Tells whether a layer on a CPU has programs although its projections are several layers."""
+    """Tells whether a layer on a CPU, or one that is to be filled, has programs although its projections are several
+    layers."""
     attention = cast(nn.Module, layer._modules["self_attn"])._modules
     projections = [attention.get(name) for name in APART]
-    apart = all(type(each) is LowbitLinear and _codes(each).device.type == "cpu" for each in projections)
+    apart = all(type(each) is LowbitLinear and _codes(each).device.type in ("cpu", "meta") for each in projections)
     return apart and knows(type(layer))
 
 
@@ -73,15 +69,16 @@ def decoded(layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor | None:
 
     given   what a model calls its layers with, by name
     """
-    cache, turn = given.get("cache"), given.get("position_embeddings")
+    cache, turn = cache_of(given), given.get("position_embeddings")
     if x.device.type != "cpu" or cache is None or turn is None or layer.training or torch.is_grad_enabled():
         return None
     if is_observed() or MODE.on or type(x) is not Tensor or x.ndim != 3:
         return None
-    modules, norms = matmuls_of(layer), _norms_of(layer)
-    if modules is None or not _is_as_fused(layer, modules, norms, x.dtype):
+    modules = matmuls_of(layer)
+    if modules is None or not _is_as_fused(layer, modules, x):
         return None
-    programs, mask = _programs(layer, modules, norms), given.get("attention_mask")
+    norms, mask = _norms_of(layer), given.get("attention_mask")
+    programs = _programs(layer, modules, norms)
     if programs is None or not _fits(programs, x, turn, mask):
         return None
 
@@ -108,30 +105,27 @@ def matmuls_of(layer: nn.Module) -> list[LowbitLinear] | None:
 
 def _norms_of(layer: Any) -> list[Any]:
     """Returns the norms of a layer in the order of `Weights.gains`."""
-    behind = "pre_feedforward_layernorm" in layer._modules
-    names, attention = _NORMS_BEHIND if behind else _NORMS, layer._modules["self_attn"]._modules
-    own = [layer._modules[name] for name in names]
-    of_heads = [attention["q_norm"], attention["k_norm"]] if "q_norm" in attention else []
-    return [*own[:2], *of_heads, *own[2:]]
+    form, modules = layer.facts.form, layer._modules
+    before, after = ([modules[name] for name in names if name] for names in (form.before, form.after))
+    return [*before, *head_norms(modules["self_attn"]), *after]
 
 
-def _is_as_fused(layer: Any, modules: list[LowbitLinear], norms: list[Any], act: torch.dtype) -> bool:
-    """Tells whether the modules of a layer have no hooks, and are of one type and on the CPU."""
+def _is_as_fused(layer: Any, modules: list[LowbitLinear], x: Tensor) -> bool:
+    """Tells whether the modules of a layer are of the kinds that were fused, have no hooks, and are of one type and on
+    the CPU."""
     attention, network = layer._modules["self_attn"], layer._modules["mlp"]
     return (
         attention.config._attn_implementation in ATTENTION
-        and not any(map(_has_hooks, (*modules, *norms, attention, network)))
-        and all(module._act is act and _codes(module).device.type == "cpu" for module in modules)
-        and all(gain.dtype is act and gain.is_contiguous() for gain in (norm._parameters["weight"] for norm in norms))
+        and is_of_its_file(attention, layer)
+        and is_of_its_file(network, layer)
+        and not any(map(has_hooks, (*modules, attention, network)))
+        and all(module._act is x.dtype and _codes(module).device.type == "cpu" for module in modules)
+        and are_norms_as_fused(layer, x)
     )
 
 
 def _codes(module: LowbitLinear) -> Tensor:
     return cast(Tensor, module._buffers["codes"])
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _fits(programs: CpuLayer, x: Tensor, turn: tuple[Tensor, Tensor], mask: Any) -> bool:
@@ -141,7 +135,8 @@ def _fits(programs: CpuLayer, x: Tensor, turn: tuple[Tensor, Tensor], mask: Any)
         0 < b * t <= programs.most_tokens
         and hidden == shape.hidden
         and all(each.dtype is x.dtype and each.shape[1:] == (t, shape.columns) for each in turn)
-        and (t == 1 if mask is None else _is_mask(mask, b, t))
+        and all(each.device == x.device for each in turn)
+        and (t == 1 if mask is None else _is_mask(mask, b, t) and mask.device == x.device)
     )
 
 
@@ -156,38 +151,30 @@ def _is_mask(mask: Any, b: int, t: int) -> bool:
 
 def _programs(layer: nn.Module, modules: list[LowbitLinear], norms: list[Any]) -> CpuLayer | None:
     """Returns the programs of a layer; None where there are none."""
-    kept = _KEPT.get(layer)
-    if kept is None or len(kept.specs) != len(modules) or any(m.spec is not s for m, s in zip(modules, kept.specs)):
+    kept, numbers = _KEPT.get(layer), (*map(eps_of, norms), layer._modules["self_attn"].scaling)
+    same = kept is not None and len(kept.specs) == len(modules) and kept.numbers == numbers
+    if not (kept and same and all(module.spec is spec for module, spec in zip(modules, kept.specs))):
         shape = _shape(layer, modules, norms)
         programs = _programs_of(shape) if shape is not None else None
-        kept = _KEPT[layer] = _Kept(tuple(module.spec for module in modules), programs)
+        kept = _KEPT[layer] = _Kept(tuple(module.spec for module in modules), numbers, programs)
     return kept.programs
 
 
 def _shape(layer: Any, modules: list[LowbitLinear], norms: list[Any]) -> LayerShape | None:
     """Returns what decides the programs of a layer; None where norms differ, or heads have no size that is known."""
-    attention, eps = layer.self_attn, {_eps(norm) for norm in norms}
+    attention, eps = layer.self_attn, {float(eps_of(norm)) for norm in norms}
     columns = getattr(attention, "head_dim", None)
     if len(eps) != 1 or not isinstance(columns, int):
         return None
     *projections, out, gate_up, down = (module.spec for module in modules)
     queries, rows = out.k // columns, sum(spec.n for spec in projections)
     keys = (rows // columns - queries) // 2
-    heads, behind = hasattr(attention, "q_norm"), "pre_feedforward_layernorm" in layer._modules
+    heads, behind = bool(head_norms(attention)), any(layer.facts.form.after)
     return LayerShape(
         tuple(projections),
         *(out, gate_up, down, queries, keys, columns, float(attention.scaling)),
-        *(eps.pop(), shift_of(norms[0]), heads, behind),
+        *(eps.pop(), layer.facts.shift, heads, behind),
     )
-
-
-def _eps(norm: Any) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-
-
-def shift_of(norm: nn.Module) -> float:
-    """Returns what a norm adds to its gain: 1 in Gemma's, whose gains are 0 where a norm changes nothing."""
-    return 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
 
 
 @lru_cache(maxsize=64)

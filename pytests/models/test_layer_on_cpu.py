@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +174,153 @@ def test_hooks_gradients_and_prompts_go_the_old_way(chained: list[int]) -> None:
     steps(model, (6,), transformers.DynamicCache(config=model.config))
     assert chained == [1]
     hook.remove()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3"])
+def test_a_short_prompt_with_padding_on_the_left(kind: str, chained: list[int]) -> None:
+    """Its padding looks at no place, and stays numbers: they are the keys and values of what comes behind."""
+    model = low_bit(kind)
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 1]])
+    with torch.no_grad():
+        caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+        expected, found = (
+            each(IDS[:, :3], attention_mask=mask, **given(each, cache)).logits
+            for each, cache in zip((model, fused(model)), caches)
+        )
+    here = mask.bool()
+    assert chained == [3, 3] and found.isfinite().all()
+    assert float((found - expected)[here].norm() / expected[here].norm()) < 0.02
+
+
+class Doubled(nn.Module):
+    """A norm of another kind."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x * self.weight
+
+
+class Wrapped(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.inner = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+def replace_norm(kind: type[nn.Module]) -> Callable[[Any], None]:
+    def change(layer: Any) -> None:
+        layer.input_layernorm = kind(layer.input_layernorm)
+
+    return change
+
+
+def set_eps(layer: Any) -> None:
+    layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = 1.0
+
+
+def set_scaling(layer: Any) -> None:
+    layer.self_attn.scaling = 1.0
+
+
+CHANGES = {"eps": set_eps, "scaling": set_scaling, "norm": replace_norm(Doubled), "wrapper": replace_norm(Wrapped)}
+
+
+@pytest.mark.parametrize("make", ["DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_after_fusing_counts(name: str, make: str) -> None:
+    """Also what a class of the chain, which takes a static cache, looks at."""
+    kind = "Llama" if make == "DynamicCache" else "SmolLM3"
+    model = low_bit(kind)
+    other = fused(model)
+
+    def run(each: Any) -> Tensor:
+        caches = {"DynamicCache": {}, "StaticCache": {"max_cache_len": 40}}
+        return steps(each, (6, 7), getattr(transformers, make)(config=each.config, **caches[make]))
+
+    before = run(other)
+    for layer in (*model.model.layers, *other.model.layers):
+        CHANGES[name](layer)
+    expected, found = run(model), run(other)
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert float((before - expected).norm() / expected.norm()) > 0.05
+
+
+@pytest.mark.parametrize("gain", [torch.empty(128, dtype=torch.bfloat16, device="meta"), torch.ones(64).bfloat16()])
+def test_gains_that_do_not_fit_go_the_old_way(gain: Tensor, chained: list[int]) -> None:
+    """Where torch refuses them: their addresses are not read."""
+    model = fused(low_bit())
+    model.model.layers[0].input_layernorm.weight = nn.Parameter(gain, requires_grad=False)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        steps(model, (6,), transformers.DynamicCache(config=model.config))
+    assert not chained
+
+
+def test_norms_of_a_class_of_another_name(chained: list[int]) -> None:
+    """What a norm adds to its gain is tried."""
+    model = low_bit("Gemma3")
+    norm = type(model.model.layers[0].input_layernorm)
+    other = type("FastNorm", (norm,), {})
+    for module in model.modules():
+        if type(module) is norm:
+            module.__class__ = other
+    expected = steps(model, (6,), transformers.DynamicCache(config=model.config))
+    found = steps(fused(model), (6,), transformers.DynamicCache(config=model.config))
+    assert len(chained) == 2 and float((found - expected).norm() / expected.norm()) < 0.02
+
+
+def tripled(cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns a class whose outcome is another one than that of transformers, of which it is made."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = cls.forward(self, *args, **kwargs)
+        return (3 * y[0], *y[1:]) if isinstance(y, tuple) else 3 * y
+
+    return type(f"My{cls.__name__}", (cls,), {"forward": forward})
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+def test_parts_of_a_class_of_its_own_go_the_old_way(part: str) -> None:
+    model = low_bit()
+    for layer in model.model.layers:
+        layer._modules[part].__class__ = tripled(type(layer._modules[part]))
+    for make in (transformers.DynamicCache, lambda config: transformers.StaticCache(config, max_cache_len=40)):
+        expected = steps(model, (6,), make(config=model.config))
+        found = steps(fused(model), (6,), make(config=model.config))
+        assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer"])
+def test_a_patched_class_goes_the_old_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = getattr(transformers.models.llama.modeling_llama, name)
+    monkeypatch.setattr(cls, "forward", halved(cls.forward))
+    model = low_bit()
+    other = copy.deepcopy(model)
+    rows = lowbit.fuse_(other)
+    assert any("is not that of transformers" in row.reason for row in rows)
+    expected, found = (steps(each, (6,), transformers.DynamicCache(config=model.config)) for each in (model, other))
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
+def halved(forward: Any) -> Any:
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = forward(self, *args, **kwargs)
+        return (y[0] / 2, *y[1:]) if isinstance(y, tuple) else y / 2
+
+    return patched
+
+
+def test_saved_with_projections_of_several_formats(chained: list[int], tmp_path: Path) -> None:
+    model = low_bit("Qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.v_proj = LowbitLinear.from_linear(layer.self_attn.v_proj.to_linear(), QuantConfig("i8", 32))
+    lowbit.fuse_(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected, found = (steps(each, (6,), transformers.DynamicCache(config=model.config)) for each in (model, again))
+    assert len(chained) == 4
+    assert float((found - expected).norm() / expected.norm()) < 0.02  # angles are rounded in the model alone
