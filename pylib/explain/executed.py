@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,22 @@ STEPS = 30_000
 
 def run_one_cluster(request: KernelRequest, launch: Launch, ptx: str, m: int) -> observer.Launch:
     """What the first cluster of a launch for m rows does, on random data."""
-    seen = Observer(clusters=1, steps=STEPS, sm_count=request.target.multiprocessors)
-    with observing(seen), suppress(EmulatorError):  # which is noted in the launch
-        Emulator(ptx).run(launch, arguments(request, launch, m))
-    return seen.launches[0]
+    given, sm_count = arguments(request, launch, m), request.target.multiprocessors
+    seen = first_cluster(lambda: Emulator(ptx).run(launch, given), sm_count)
+    if seen is None:
+        raise ValueError(f"kernel {launch.name} has no blocks for {m} rows")
+    return seen
+
+
+def first_cluster(run: Callable[[], object], sm_count: int | None = None) -> observer.Launch | None:
+    """Returns what the first cluster of the launch in `run` does; None where it has no blocks."""
+    with observing(Observer(clusters=1, steps=STEPS, sm_count=sm_count)) as seen:
+        try:
+            run()
+        except EmulatorError:  # which is noted in the launch
+            if not seen.launches:
+                raise
+    return seen.launches[0] if seen.launches else None
 
 
 def arguments(request: KernelRequest, launch: Launch, m: int) -> dict[str, Any]:

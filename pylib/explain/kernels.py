@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lowbit.dialect.errors import EmulatorError, SpecError, TargetError
+from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.top_k import TopK
 from lowbit.passes.codegen.cubin import assemble
@@ -23,12 +22,11 @@ from lowbit.passes.tensor_programs import matmul_text
 from lowbit.pylib.build.choices import spelled_out
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import observer
-from lowbit.pylib.emulator.observer import Observer, observing
 from lowbit.pylib.explain.activity import activity_figures
 from lowbit.pylib.explain.executed import (
-    STEPS,
     counts_by_line,
     counts_by_origin,
+    first_cluster,
     run_one_cluster,
     tokens_of,
     weights_of_cluster,
@@ -131,7 +129,8 @@ def explain_program(program: Buildable, target: str | None = None, **arguments: 
     program    as `compile_program` takes it
     target     a GPU such as "sm_90a"; None: this machine's
     arguments  those of a call, with tensors of the CPU: the first cluster of its blocks runs in the emulator, and the
-               page says how often each line ran, and which race or other fault was found. None: nothing runs
+               page says how often each line ran, and which race or other fault was found. Without arguments, and where
+               their grid has no blocks, nothing runs
 
     Raises PassError for a wrong program, TargetError for an unknown target or where a tool to compile is missing.
     """
@@ -140,15 +139,14 @@ def explain_program(program: Buildable, target: str | None = None, **arguments: 
     seen = _seen(program, gpu, arguments) if arguments else None
     numbers = {name: value for name, value in arguments.items() if isinstance(value, int)}
     title = f"{compiled.launch.name}, on {gpu}"
-    return _page(title, "A tile program", compiled, seen, [], numbers, None)
+    about = "A tile program" + ". The grid of these arguments has no blocks: nothing ran" * bool(arguments and not seen)
+    return _page(title, about, compiled, seen, [], numbers, None)
 
 
-def _seen(program: Buildable, target: Target, arguments: Mapping[str, Any]) -> observer.Launch:
-    """The first cluster of a call in the emulator, as far as it comes without a fault."""
+def _seen(program: Buildable, target: Target, arguments: Mapping[str, Any]) -> observer.Launch | None:
+    """The first cluster of a call in the emulator, as far as it comes without a fault; None where it has no blocks."""
     kernel = load(lower_program(program, parse_target(f"emulator:{target.arch}"), origins=True))
-    with observing(Observer(clusters=1, steps=STEPS)) as seen, suppress(EmulatorError):  # which is noted in the launch
-        kernel(**arguments)
-    return seen.launches[0]
+    return first_cluster(lambda: kernel(**arguments))
 
 
 def _page(

@@ -54,7 +54,7 @@ def machine_figures(launch: Launch, used: Resources, target: Target, arguments: 
     """What a launch takes of the GPU, and how its blocks fill it."""
     occupancy = Occupancy.of(launch, used, target)
     is_known = {extent.param for extent in launch.grid} - {""} <= arguments.keys()
-    blocks = launch.blocks(arguments, target.multiprocessors) if is_known else [each.written for each in launch.grid]
+    sizes = launch.blocks(arguments, target.multiprocessors) if is_known else ()
     about = f"What the assembler says, and how many blocks fit on a multiprocessor of {target.arch}."
     limits = ", ".join(f"{name} {count}" for name, count in occupancy.limits.items())
     values: dict[str, object] = {
@@ -62,13 +62,13 @@ def machine_figures(launch: Launch, used: Resources, target: Target, arguments: 
         "spilled": f"{used.spill_stores} bytes stored, {used.spill_loads} bytes loaded",
         "shared memory per block": f"{launch.shared_bytes + used.shared:,} bytes",
         "threads per block": launch.threads,
-        "grid": " x ".join(map(str, blocks)),
+        "grid": " x ".join(map(str, sizes or [each.written for each in launch.grid])),
         "blocks per multiprocessor": f"{occupancy.blocks}, by {occupancy.limit} ({limits})",
         "occupancy": f"{occupancy.blocks * launch.threads} of {target.max_threads_per_sm} threads",
     }
     figures: list[Figure] = [facts("Registers, shared memory, occupancy", about, values)]
-    if is_known and occupancy.blocks:
-        figures.append(waves(math.prod(map(int, blocks)), occupancy.blocks, target))
+    if occupancy.blocks and (blocks := math.prod(sizes or [0])):
+        figures.append(waves(blocks, occupancy.blocks, target))
     return figures
 
 

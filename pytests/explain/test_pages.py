@@ -561,6 +561,16 @@ def test_a_program_of_ones_own() -> None:
     assert any(line.note for line in ran.panes[0].lines) and torch.equal(y[0], 2 * x[0]) and not y[1].any()
 
 
+def test_a_program_without_blocks() -> None:
+    """A call of no rows does nothing, and the page says so."""
+    page = lowbit.explain_program(doubled, "sm_90a", x=torch.ones(2, 32), y=torch.zeros(2, 32), m=0)
+    assert page.about == "A tile program. The grid of these arguments has no blocks: nothing ran"
+    assert values(page, "Registers, shared memory, occupancy")["grid"] == "0 x 1 x 1"
+    assert not any(line.note for pane in page.panes[:-1] for line in pane.lines)
+    assert "Blocks on multiprocessors" not in {each.title for each in page.figures}
+    assert lowbit.explain_program(doubled, "sm_90a").about == "A tile program"
+
+
 # -- the page
 
 
