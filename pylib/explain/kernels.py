@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.fields import integer
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.top_k import TopK
 from lowbit.passes.codegen.cubin import assemble
@@ -78,16 +79,19 @@ def explain_experts(spec: MatmulSpec, top_k: int, tokens: int = 1, target: str |
     target   as for `lowbit.compile`; None: this machine's
 
     For few tokens the kernel reads the ids of their experts, and adds up what they make unless its sums are gated; for
-    more it reads a table of slots. Raises SpecError for a spec with one expert, for a top_k beyond them and, on a CPU,
-    for a spec with `compute`; TargetError for an unknown target or where a tool to compile is missing.
+    more it reads a table of slots. Raises SpecError for a spec with one expert, for a top_k beyond them, for tokens
+    that are no number of rows and, on a CPU, for a spec with `compute`; TargetError for an unknown target or where a
+    tool to compile is missing.
     """
-    if spec.experts == 1 or not 1 <= top_k <= spec.experts:
+    tokens, top_k = integer("tokens", tokens, 1), integer("top_k", top_k, 1)
+    if spec.experts == 1 or top_k > spec.experts:
         raise SpecError(f"top_k={top_k} must be in 1..{spec.experts}, of several experts (experts=)")
+    slots = integer("tokens * top_k", tokens * top_k, 1)
     named = target_named(target)
     by_ids = _by_ids(spec, top_k, tokens, named)
     if by_ids is None:
-        return explain_matmul(spec, named, None, tokens * top_k)
-    made, rows = request(by_ids, named, Chooser(by_ids, named).schedule(1)), tokens * (top_k if spec.is_gated else 1)
+        return explain_matmul(spec, named, None, slots)
+    made, rows = request(by_ids, named, Chooser(by_ids, named).schedule(1)), slots if spec.is_gated else tokens
     return explain_kernel(made, rows, measure(by_ids, named, None, rows))
 
 

@@ -468,6 +468,24 @@ def test_a_layer_of_experts(spec: MatmulSpec, tokens: int, target: str, about: s
         assert figure(page, "Instructions by kind").about.endswith("executed in the emulator.")
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "cpu"])
+@pytest.mark.parametrize(
+    ("top_k", "tokens", "message"),
+    [
+        (2, 0, r"tokens=0 must be at least 1"),
+        (2, -1, r"tokens=-1 must be at least 1"),
+        (2, 1.5, r"tokens=1.5 must be an integer"),
+        (2, 2**30, r"tokens \* top_k=2147483648 must be at most 1073741824"),
+        (0, 1, r"top_k=0 must be at least 1"),
+        ("2", 1, r"top_k='2' must be an integer"),
+        (5, 1, r"top_k=5 must be in 1..4, of several experts"),
+    ],
+)
+def test_tokens_of_experts_that_are_none(top_k: Any, tokens: Any, message: str, target: str) -> None:
+    with pytest.raises(lowbit.SpecError, match=message):
+        lowbit.explain_experts(EXPERTS, top_k, tokens, target)
+
+
 def test_rows_that_take_several_launches() -> None:
     page = lowbit.compile(SPEC, "sm_80").explain(m=100)
     assert page.about.endswith("the first of 2 launches for 100 rows") and "m = 100" in page.title
