@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -101,7 +102,7 @@ def pane_above(name: str, title: str, text: str, places: Sequence[Place | None],
     by_place = _by_place(origins)
     every = tuple(range(1, len(origins.python) + 1))
     lines: list[Line] = []
-    for at, (html, line) in enumerate(zip(coloured(text), text.splitlines()), 1):
+    for at, (html, line) in enumerate(zip(coloured(text), text.split("\n")), 1):
         place = places[at - 1] if places else None
         whole = not any(places) and "= lowbit." in line
         lines.append(Line(html, tuple(by_place.get(place, ())) if place else every if whole else (), at))
@@ -133,11 +134,10 @@ def _shown(file: str) -> str:
 
 
 def _lines_of(file: str, made: dict[int, list[int]]) -> Iterable[Line]:
-    try:
-        text = Path(file).read_text()
-    except OSError:
+    linecache.checkcache(file)
+    source = [line.removesuffix("\n") for line in linecache.getlines(file)]  # as Python decodes and counts them
+    if not source:
         return [Line(f"line {line}, of a file that is not here", tuple(of), line) for line, of in sorted(made.items())]
-    source = text.splitlines()
     shown = sorted({at for line in made for at in range(line - _AROUND, line + _AROUND + 1) if 1 <= at <= len(source)})
     found: list[Line] = []
     for first, end in runs(shown):

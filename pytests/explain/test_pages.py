@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import math
 import re
 import subprocess
@@ -127,6 +128,39 @@ def test_colours_of_a_part_that_begins_within_a_string(tmp_path: Path) -> None:
     (_, *lines) = python_pane(origins).lines
     assert [line.number for line in lines] == [4, 5, 6] and lines[-1].origins == (1,)
     assert "<i class=s>" in lines[1].html and "<i class=k>return</i>" in lines[2].html
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "import os\n\x0c\nx = 'é'\n",
+        "# a line\u2028of one\n\nx = 'é'\n",
+        "# -*- coding: latin-1 -*-\n\nx = 'é'",
+        "#\r\n\r\nx = 'é'\r\n",
+    ],
+    ids=["form feed", "separator", "latin-1", "returns"],
+)
+def test_lines_are_those_that_python_counts(raw: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    for text in (raw, raw.replace("x = 'é'", "y = 'éé'")):  # the second after an edit of the file
+        file.write_bytes(text.encode("latin-1" if "latin-1" in raw else "utf-8"))
+        last = python_pane(Origins(python=((str(file), 3),))).lines[-1]
+        assert (text_of(last.html), last.number, last.origins) == (text.split("\n")[2].strip(), 3, (1,))
+
+
+def test_a_cell_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in linecache alone."""
+    monkeypatch.setitem(linecache.cache, "<cell 1>", (6, None, ["x = 1\n"], "<cell 1>"))
+    assert text_of(python_pane(Origins(python=(("<cell 1>", 1),))).lines[-1].html) == "x = 1"
+
+
+@pytest.mark.parametrize("raw", [None, b"", b"# \xff\nx = 1\n"], ids=["gone", "empty", "no text"])
+def test_lines_of_a_file_that_can_not_be_read(raw: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    if raw is not None:
+        file.write_bytes(raw)
+    last = python_pane(Origins(python=((str(file), 2),))).lines[-1]
+    assert last.html == "line 2, of a file that is not here"
 
 
 def test_without_nvdisasm(monkeypatch: pytest.MonkeyPatch) -> None:
