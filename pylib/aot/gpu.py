@@ -12,10 +12,13 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.epilogue import RESIDUAL
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.signature import WORKSPACE, Extent, Param
 from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.dialect.top_k import IDS, ROUTER_WEIGHTS
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.kernels.permute.family import FEW_ROWS, permute_spec
 from lowbit.passes.kernels.permute.family import default_schedule as permute_schedule
@@ -231,7 +234,8 @@ def arrays_of(spec: MatmulSpec) -> list[dict[str, Any]]:
     x, y = spec.k * 2, spec.outputs * spec.y.bytes
     found = [("x", "x", x), ("y", "y", y), (WORKSPACE, WORKSPACE, 0)]
     found += [(slot.name, "weight", 0) for slot in spec.tensors]
-    found += [(name, "input", y if name == "residual" else 0) for name in spec.call_inputs]
+    inputs = _inputs(spec)
+    found += [(name, "input", size) for name, (_, size) in inputs.items()]
     if spec.permuted:
         found.append(("x_in_order", "buffer", x))
     if spec.permuted and spec.experts > 1:
@@ -239,11 +243,26 @@ def arrays_of(spec: MatmulSpec) -> list[dict[str, Any]]:
     if spec.compute:
         sums = spec.k // SUM_COLUMNS * 4
         found += [("x_values", "buffer", spec.k), ("x_scales", "buffer", 4), ("x_sums", "buffer", sums)]
-    types: dict[str, dict[str, Any]] = {"x": {"type": spec.act}, "y": {"type": spec.out_dtype}}
-    arrays = [{"name": name, "from": origin, "row_bytes": size, **types.get(name, {})} for name, origin, size in found]
+    types = {"x": spec.act, "y": spec.out_dtype} | {name: kind for name, (kind, _) in inputs.items()}
+    arrays: list[dict[str, Any]] = [
+        {"name": name, "from": origin, "row_bytes": size} | ({"type": types[name]} if name in types else {})
+        for name, origin, size in found
+    ]
     if spec.is_gated or spec.permuted:
         arrays.append({"name": "w_in_memory", "from": "dequantized", "row_bytes": 0, "bytes": spec.n * spec.k * 2})
     return arrays
+
+
+def _inputs(spec: MatmulSpec) -> dict[str, tuple[str, int]]:
+    """Returns type and bytes for a row of y of what a call has besides x and the weight, by name. The table of token
+    tiles has as many rows as there are tiles."""
+    known: dict[str, tuple[str, int]] = {"rows": ("i32", 1), "tiles": ("i32", 0)}
+    known[RESIDUAL] = spec.out_dtype, spec.outputs
+    if spec.top_k:
+        of_row = spec.top_k.count if spec.top_k.weights else 1  # a row of y for all of a token's ids, or one for each
+        known |= {IDS: (spec.top_k.ids, of_row), ROUTER_WEIGHTS: (spec.top_k.weights or "", of_row)}
+    sizes = {element.name: element.bytes for element in ELEMENTS.values()} | {"i64": 8}
+    return {name: (kind, sizes[kind] * count) for name in spec.call_inputs for kind, count in [known[name]]}
 
 
 def _param(param: Param, map_: TensorMap | None, renamed: Mapping[str, str], spec: MatmulSpec) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ from torch import Tensor
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.reference.inputs import random_inputs
+from lowbit.dialect.top_k import TopK
+from lowbit.pylib.reference.inputs import random_inputs, random_residual
+from lowbit.pylib.weights.packed import pack
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = MatmulSpec(64, 256, "u4", group_size=64, act="bf16", out="f32")
+PLUS = replace(SPEC, epilogue="residual")
+IDS = MatmulSpec(3 * 32, 96, "u4", group_size=32, experts=3, top_k=TopK(2, "i64"))
+ADDED = replace(IDS, top_k=TopK(2, "i32", "f32"))
 PROJECT = """
 cmake_minimum_required(VERSION 3.19)
 project(engines LANGUAGES C CXX)
@@ -36,7 +42,7 @@ endif()
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with an exported folder in it."""
     path = tmp_path_factory.mktemp("project")
-    lowbit.export({"it": SPEC}, "cpu", path / "folder")
+    lowbit.export({"it": SPEC, "plus": PLUS, "ids": IDS, "added": ADDED}, "cpu", path / "folder")
     (path / "CMakeLists.txt").write_text(PROJECT.replace("ROOT", str(ROOT)))
     return path
 
@@ -76,7 +82,7 @@ class Any_(ctypes.Structure):
 
 
 INTEGER, VIEW, OBJECT = 1, 7, 70
-CODES = {torch.uint8: 1, torch.int32: 0, torch.bfloat16: 4}  # DLDataTypeCode; 2 for IEEE floats
+CODES = {torch.uint8: 1, torch.int32: 0, torch.int64: 0, torch.bfloat16: 4}  # DLDataTypeCode; 2 for IEEE floats
 
 
 class Functions:
@@ -139,22 +145,62 @@ def test_tvm_ffi(project: Path, as_objects: bool) -> None:
     assert BAD_ARGUMENT == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "text"),
+    [
+        ("ids", {"ids": torch.int32}, "ids, argument {0}, must be of type i64, as it was exported; convert it"),
+        ("ids", {"ids": 3}, "ids, argument {0}, has 48 bytes, and 64 are read for 8 rows of y"),
+        ("added", {"ids": torch.int64}, "ids, argument {0}, must be of type i32"),
+        ("added", {"ids": 3}, "ids, argument {0}, has 24 bytes, and 32 are read for 4 rows of y"),
+        ("added", {"weights": torch.float16}, "router_weights, argument {1}, must be of type f32"),
+        ("added", {"weights": 3}, "router_weights, argument {1}, has 24 bytes, and 32 are read for 4 rows of y"),
+        ("added", {"scales": 1}, "scales, argument 4, has .* bytes, and .* are read"),
+    ],
+)
+def test_inputs_of_tvm_ffi(project: Path, name: str, wrong: dict[str, torch.dtype | int], text: str) -> None:
+    """4 tokens of 2 experts each: types and sizes of ids, of router weights and of the weight's tensors."""
+    functions, spec = Functions(built(project, "it")), {"ids": IDS, "added": ADDED}[name]
+    sums = spec is ADDED
+    x, tensors = random_inputs(replace(spec, top_k=None), 8 if sums else 4)
+    w = pack(replace(spec, top_k=None), **tensors)
+    y = torch.full((4 if sums else 8, 32), torch.nan, dtype=torch.float16)
+    given = {**{slot.name: w[slot.name] for slot in w.spec.tensors}}
+    given |= {"ids": torch.zeros(4, 2, dtype=torch.int32 if sums else torch.int64)}
+    given |= {"weights": torch.ones(4, 2)} if sums else {}
+    workspace = torch.zeros(functions(f"{name}_workspace_bytes", x, 8), dtype=torch.uint8)
+    places = [3 + len(w.tensors), 4 + len(w.tensors)]
+    for each, how in wrong.items():
+        cut = given[each][:how].contiguous() if isinstance(how, int) else given[each].to(how)
+        with pytest.raises(ValueError, match=text.format(*places)):
+            functions(name, x, y, workspace, *(given | {each: cut}).values())
+    assert y.isnan().all()
+    functions(name, x, y, workspace, *given.values())
+    assert y.isfinite().all()
+
+
 # -- torch
 
 WITHOUT_LOWBIT = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
-x, weight, kernel, y = torch.load(sys.argv[2])
+x, weight, kernel, y, plus, residual, z = torch.load(sys.argv[2])
 assert torch.equal(torch.ops.lowbit.matmul.packed(x, weight, kernel), y)
 assert torch.ops.lowbit.matmul.packed(x[None, 1:], weight, kernel).shape == (1, *y[1:].shape)
 assert torch.ops.lowbit.matmul.packed(x[:0], weight, kernel).shape == (0, y.shape[1])
-try:
-    torch.ops.lowbit.matmul.packed(x, weight, kernel.replace("256", "512"))
-except RuntimeError as error:
-    print(error)
-for wrong in ((x.half(), weight), (x[:, 1:], weight), (x, weight[:1]), (x, [weight[0], weight[1][:1]])):
+assert torch.equal(torch.ops.lowbit.matmul.packed(x, [*weight, residual], plus), z)
+for wrong in (
+    (x, weight, kernel.replace("256", "512")),
+    (x.half(), weight, kernel),
+    (x[:, 1:], weight, kernel),
+    (x, weight[:1], kernel),
+    (x, [weight[0], weight[1][:1]], kernel),
+    (x, [*weight, residual], kernel),
+    (x, weight, plus),
+    (x, [*weight, residual[:4]], plus),
+    (x, [*weight, residual.int()], plus),
+):
     try:
-        torch.ops.lowbit.matmul.packed(*wrong, kernel)
+        torch.ops.lowbit.matmul.packed(*wrong)
     except RuntimeError as error:
         print(error)
 assert "lowbit" not in sys.modules
@@ -167,10 +213,12 @@ def test_torch_operator(project: Path, tmp_path: Path) -> None:
     library, mm = built(project, "it_torch", "-DWITH_TORCH=ON"), lowbit.compile(SPEC, "cpu")
     x, tensors = random_inputs(SPEC, 5)
     w = mm.pack(**tensors)
-    torch.save((x, list(w.tensors), mm.description, mm(x, w)), tmp_path / "saved")
+    plus, residual = lowbit.compile(PLUS, "cpu"), random_residual(PLUS, 5)["residual"]
+    z = plus(x, plus.pack(**tensors), residual=residual)
+    torch.save((x, list(w.tensors), mm.description, mm(x, w), plus.description, residual, z), tmp_path / "saved")
     command = [sys.executable, "-c", WITHOUT_LOWBIT, str(library), str(tmp_path / "saved")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     first, *others = done.stdout.splitlines()
-    assert "no matmul '" in first and len(others) == 4
-    assert all("x or the weight does not fit" in each for each in others)
+    assert "no matmul '" in first and len(others) == 8
+    assert all("x, the weight or an input does not fit" in each for each in others)

@@ -18,6 +18,7 @@ from lowbit.dialect.top_k import TopK
 from lowbit.passes.cpu.compile import compile_program
 from lowbit.pylib.aot import image
 from lowbit.pylib.aot.export import default_name
+from lowbit.pylib.aot.gpu import arrays_of
 from lowbit.pylib.cli.main import app
 
 SPEC = MatmulSpec(16, 32, "u4", group_size=16)
@@ -56,6 +57,22 @@ def test_names() -> None:
     assert default_name(SPEC) == "u4_g16_16x32"
     experts = MatmulSpec(64, 32, "nf4", epilogue="silu_mul", experts=2)
     assert default_name(experts) == "nf4_rows_64x32_silu_mul_2_experts"
+
+
+@pytest.mark.parametrize(
+    ("fields", "inputs"),
+    [
+        ({"epilogue": "residual", "out": "f32"}, {"residual": ("f32", 128)}),
+        ({"experts": 2}, {"rows": ("i32", 4), "tiles": ("i32", 0)}),
+        ({"experts": 2, "top_k": TopK(2)}, {"ids": ("i64", 8)}),
+        ({"experts": 2, "top_k": TopK(2, "i32", "bf16")}, {"ids": ("i32", 8), "router_weights": ("bf16", 4)}),
+    ],
+)
+def test_types_and_sizes_of_inputs(fields: dict[str, Any], inputs: dict[str, tuple[str, int]]) -> None:
+    """Bytes are those for a row of y: of each id, or of all of a token where weights add them up."""
+    spec = MatmulSpec(32 * fields.get("experts", 1), 32, "u4", **fields)
+    arrays = [each for each in arrays_of(spec) if each["from"] == "input"]
+    assert {each["name"]: (each["type"], each["row_bytes"]) for each in arrays} == inputs
 
 
 def test_equal_code_is_one_file(tmp_path: Path) -> None:

@@ -114,6 +114,14 @@ LOWBIT_API int lowbit_saved_bytes(const lowbit_matmul *handle, const char *path,
 
 /* -- calls */
 
+/* What a call has besides x and the weight, in its order: how many; name and type of each ("f16", "bf16", "f32", "i32" or
+ * "i64"), and its bytes for m rows of y, 0 for the table of token tiles. Nothing checks what is at the addresses of a
+ * call: engines that know types and sizes of their tensors can. */
+LOWBIT_API int lowbit_inputs(const lowbit_matmul *handle);
+LOWBIT_API const char *lowbit_input_name(const lowbit_matmul *handle, int input);
+LOWBIT_API const char *lowbit_input_type(const lowbit_matmul *handle, int input);
+LOWBIT_API int64_t lowbit_input_bytes(const lowbit_matmul *handle, int input, int64_t m);
+
 /* Everything that a call may have. Set `size` to sizeof(lowbit_call), and what is not used to 0.
  *
  * x         [m, k] in the act type, contiguous; of experts [x_rows, k]

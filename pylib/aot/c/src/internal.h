@@ -110,6 +110,8 @@ struct lowbit_matmul {
     int64_t tensor_bytes[MOST_ARRAYS];
     char tensor_name[MOST_ARRAYS][MOST_NAME];
     int64_t row_bytes[MOST_ARRAYS];
+    char type[MOST_ARRAYS][8]; /* of the numbers of x, y and inputs */
+    char input_name[MOST_ARRAYS][MOST_NAME];
     int buffers, buffer[MOST_BUFFERS]; /* arrays in the workspace, behind each other */
     int in_memory; /* the array that has a dequantized weight in the order of memory; 0 where it needs none */
     int64_t in_memory_bytes;

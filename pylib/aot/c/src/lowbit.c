@@ -71,13 +71,14 @@ static int read_arrays(lowbit_matmul *h) {
             return fail(LOWBIT_BAD_VERSION, "more than %d arrays in the manifest", MOST_ARRAYS);
         json from = json_member(each, "from");
         h->row_bytes[h->arrays] = json_integer(json_member(each, "row_bytes"));
+        json_text(json_member(each, "type"), h->type[h->arrays], sizeof *h->type);
         if (json_is(from, "buffer")) {
             if (h->buffers == MOST_BUFFERS)
                 return fail(LOWBIT_BAD_VERSION, "more than %d buffers in the manifest", MOST_BUFFERS);
             h->buffer[h->buffers++] = h->arrays;
         }
         if (json_is(from, "weight")) json_text(json_member(each, "name"), h->tensor_name[h->tensors++], MOST_NAME);
-        h->inputs += json_is(from, "input");
+        if (json_is(from, "input")) json_text(json_member(each, "name"), h->input_name[h->inputs++], MOST_NAME);
         if (json_is(from, "dequantized"))
             h->in_memory = h->arrays, h->in_memory_bytes = json_integer(json_member(each, "bytes"));
         h->arrays++;
@@ -160,6 +161,20 @@ const char *lowbit_tensor_name(const lowbit_matmul *h, int i) {
 
 int64_t lowbit_tensor_bytes(const lowbit_matmul *h, int i) {
     return i >= 0 && i < lowbit_tensors(h) ? h->tensor_bytes[i] : 0;
+}
+
+int lowbit_inputs(const lowbit_matmul *h) { return h ? h->inputs : 0; }
+
+const char *lowbit_input_name(const lowbit_matmul *h, int i) {
+    return i >= 0 && i < lowbit_inputs(h) ? h->input_name[i] : "";
+}
+
+const char *lowbit_input_type(const lowbit_matmul *h, int i) {
+    return i >= 0 && i < lowbit_inputs(h) ? h->type[TENSORS + h->tensors + i] : "";
+}
+
+int64_t lowbit_input_bytes(const lowbit_matmul *h, int i, int64_t m) {
+    return i >= 0 && i < lowbit_inputs(h) && m > 0 ? m * h->row_bytes[TENSORS + h->tensors + i] : 0;
 }
 
 int lowbit_supports(const lowbit_matmul *h, int64_t m) {

@@ -34,28 +34,41 @@ const lowbit::Matmul &matmul(const std::string &kernel, int device) {
     return found->second;
 }
 
+constexpr std::pair<const char *, ScalarType> TYPES[] = {{"f16", ScalarType::Half},
+                                                         {"bf16", ScalarType::BFloat16},
+                                                         {"f32", ScalarType::Float},
+                                                         {"i32", ScalarType::Int},
+                                                         {"i64", ScalarType::Long}};
+
 // The type that a description has for "act" or "out", or else another.
 ScalarType type_in(const std::string &kernel, const std::string &field, ScalarType otherwise) {
-    for (auto [name, type] :
-         {std::pair("f16", ScalarType::Half), {"bf16", ScalarType::BFloat16}, {"f32", ScalarType::Float}})
+    for (auto [name, type] : TYPES)
         if (kernel.find("\"" + field + "\": \"" + name + "\"") != std::string::npos) return type;
     return otherwise;
 }
 
-// Throws unless x and the weight are what the matmul of a description takes.
+// Whether a tensor is what a call of m rows reads as tensor i of the weight, or behind these as an input.
+bool is_operand(const lowbit::Matmul &mm, int i, const Tensor &given, int64_t m) {
+    int input = i - lowbit_tensors(mm.get());
+    int64_t bytes = given.numel() * static_cast<int64_t>(given.element_size());
+    if (input < 0) return bytes >= lowbit_tensor_bytes(mm.get(), i);
+    bool typed = false;
+    for (auto [name, type] : TYPES) typed |= name == std::string(lowbit_input_type(mm.get(), input)) && type == given.scalar_type();
+    return typed && bytes >= lowbit_input_bytes(mm.get(), input, m);
+}
+
+// Throws unless x, the weight and the inputs are what the matmul of a description takes.
 void check(const lowbit::Matmul &mm, const Tensor &x, const std::vector<Tensor> &weight, ScalarType act) {
-    int tensors = lowbit_tensors(mm.get());
+    int operands = lowbit_tensors(mm.get()) + lowbit_inputs(mm.get());
     bool fits = x.dim() && x.size(x.dim() - 1) == mm.k() && x.scalar_type() == act &&
-                static_cast<int>(weight.size()) >= tensors;
-    for (int i = 0; fits && i < static_cast<int>(weight.size()); i++) {
+                static_cast<int>(weight.size()) == operands;
+    for (int i = 0; fits && i < operands; i++) {
         const Tensor &each = weight[static_cast<size_t>(i)];
-        int64_t bytes = each.numel() * static_cast<int64_t>(each.element_size());
-        fits = each.is_contiguous() && each.device() == x.device() &&
-               (i >= tensors || bytes >= lowbit_tensor_bytes(mm.get(), i));
+        fits = each.is_contiguous() && each.device() == x.device() && is_operand(mm, i, each, x.numel() / mm.k());
     }
     if (!fits)
         throw lowbit::Error(LOWBIT_BAD_ARGUMENT,
-                            "lowbit::matmul: x or the weight does not fit the kernel's description");
+                            "lowbit::matmul: x, the weight or an input does not fit the kernel's description");
 }
 
 void *stream_of(int device) {

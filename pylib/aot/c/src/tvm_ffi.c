@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <string.h>
 
 #include "internal.h"
 
@@ -65,6 +66,23 @@ static bool is_contiguous(const tensor *t) {
     return true;
 }
 
+static int64_t bytes_of(const tensor *t) {
+    int64_t bytes = t->type.bits * t->type.lanes / 8;
+    for (int i = 0; i < t->dims; i++) bytes *= t->shape[i];
+    return bytes;
+}
+
+static bool has_type(const tensor *t, const char *name) {
+    static const struct {
+        const char *name;
+        int code, bits;
+    } types[] = {{"f16", 2, 16}, {"bf16", 4, 16}, {"f32", 2, 32}, {"i32", 0, 32}, {"i64", 0, 64}};
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        if (!strcmp(name, types[i].name))
+            return t->type.code == types[i].code && t->type.bits == types[i].bits && t->type.lanes == 1;
+    return false;
+}
+
 /* The handle for the device of a tensor, opened when the first call asks for it. */
 static lowbit_matmul *handle_for(const lowbit_file *files, const char *name, lowbit_tvm_handles *handles,
                                  const tensor *x) {
@@ -86,21 +104,27 @@ static lowbit_matmul *handle_for(const lowbit_file *files, const char *name, low
 
 static int check_matrix(const lowbit_matmul *h, int array, const char *name, const tensor *t, const tensor *x,
                         int64_t columns) {
-    static const struct {
-        const char *name;
-        int code, bits;
-    } types[] = {{"f16", 2, 16}, {"bf16", 4, 16}, {"f32", 2, 32}};
-    json type = json_member(json_first(json_member(h->about, "arrays")), "type");
-    if (array == Y) type = json_member(json_next(json_first(json_member(h->about, "arrays"))), "type");
-    bool fits = false;
-    for (int i = 0; i < 3; i++)
-        fits |= json_is(type, types[i].name) && t->type.code == types[i].code && t->type.bits == types[i].bits &&
-                t->type.lanes == 1;
-    if (!fits || t->dims != 2 || t->shape[1] != columns || !is_contiguous(t))
+    if (!has_type(t, h->type[array]) || t->dims != 2 || t->shape[1] != columns || !is_contiguous(t))
         return fail(LOWBIT_BAD_ARGUMENT, "%s must be contiguous, [rows, %lld], and of the type that was exported", name,
                     (long long)columns);
     if (t->device.type != x->device.type || t->device.id != x->device.id)
         return fail(LOWBIT_BAD_ARGUMENT, "%s is on another device than x; move one of them", name);
+    return LOWBIT_OK;
+}
+
+/* A tensor of the weight, or behind these an input, for m rows of y. */
+static int check_operand(const lowbit_matmul *h, int i, const tensor *t, const tensor *x, int64_t m) {
+    int input = i - h->tensors;
+    const char *name = input < 0 ? lowbit_tensor_name(h, i) : lowbit_input_name(h, input);
+    int64_t least = input < 0 ? lowbit_tensor_bytes(h, i) : lowbit_input_bytes(h, input, m);
+    if (!is_contiguous(t) || t->device.type != x->device.type || t->device.id != x->device.id)
+        return fail(LOWBIT_BAD_ARGUMENT, "%s, argument %d, must be contiguous and on the device of x", name, i + 3);
+    if (input >= 0 && !has_type(t, lowbit_input_type(h, input)))
+        return fail(LOWBIT_BAD_ARGUMENT, "%s, argument %d, must be of type %s, as it was exported; convert it", name, i + 3,
+                    lowbit_input_type(h, input));
+    if (bytes_of(t) < least)
+        return fail(LOWBIT_BAD_ARGUMENT, "%s, argument %d, has %lld bytes, and %lld are read for %lld rows of y", name,
+                    i + 3, (long long)bytes_of(t), (long long)least, (long long)m);
     return LOWBIT_OK;
 }
 
@@ -111,17 +135,14 @@ static int multiply(const lowbit_matmul *h, const tensor *const *given, int32_t 
         return fail(LOWBIT_BAD_ARGUMENT,
                     "x, y, a workspace, %d tensors of the weight and %d others are wanted, not %d arguments",
                     h->tensors, h->inputs, count);
-    for (int i = 3; i < count; i++) {
-        if (!is_contiguous(given[i]) || given[i]->device.type != x->device.type || given[i]->device.id != x->device.id)
-            return fail(LOWBIT_BAD_ARGUMENT, "argument %d must be contiguous and on the device of x", i);
-        operands[i - 3] = data_of(given[i]);
-    }
     int code = check_matrix(h, X, "x", x, x, h->k);
     if (code || (code = check_matrix(h, Y, "y", y, x, h->outputs))) return code;
     if (h->experts == 1 && x->shape[0] != y->shape[0])
         return fail(LOWBIT_BAD_ARGUMENT, "x has %lld rows, and y %lld", (long long)x->shape[0], (long long)y->shape[0]);
-    int64_t bytes = workspace->type.bits / 8;
-    for (int i = 0; i < workspace->dims; i++) bytes *= workspace->shape[i];
+    for (int i = 0; i < count - 3; i++) {
+        if ((code = check_operand(h, i, given[i + 3], x, y->shape[0]))) return code;
+        operands[i] = data_of(given[i + 3]);
+    }
     lowbit_call call = {.size = sizeof call,
                         .x = data_of(x),
                         .weight = operands,
@@ -130,7 +151,7 @@ static int multiply(const lowbit_matmul *h, const tensor *const *given, int32_t 
                         .x_rows = x->shape[0],
                         .inputs = operands + h->tensors,
                         .workspace = (void *)data_of(workspace),
-                        .workspace_bytes = bytes};
+                        .workspace_bytes = bytes_of(workspace)};
     if (x->device.type == ON_CUDA && stream_of) call.stream = stream_of(x->device.type, x->device.id);
     return lowbit_run(h, &call);
 }
