@@ -39,7 +39,10 @@ class Imported(UnpackedWeight):
     scale_table: tuple[float, ...] | None = field(default=None, kw_only=True)
 
     def spec(self, act: Act) -> MatmulSpec:
-        """Returns the spec of the weight for inputs of type `act`. Raises CheckpointError for groups that don't divide k."""
+        """Returns the spec of the weight for inputs of type `act`.
+
+        Raises CheckpointError for groups that do not divide k.
+        """
         n, k = self.codes.shape
         return MatmulSpec(
             n,

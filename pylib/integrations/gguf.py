@@ -57,21 +57,30 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
             raise SpecError(f"{name}= is what the file says; leave it out")
     source = read_source(load_gguf(path, ACTS[dtype]))
     contents = _read(source, dtype)
-    known = {name: value for name, value in source.config.items() if name not in source.architecture.unknown}
-    fields = {**known, "dtype": type_name(dtype)}
-    config = AutoConfig.for_model(source.architecture.model_type, **fields)
-    encoder = source.architecture.encoder
-    with torch.device("meta"):
-        auto = AutoModelForCausalLM if encoder is None else AutoModel
-        empty = auto.from_config(config, **(encoder or {}))
+    config, empty = _empty_model(source, dtype)
     _check_fits(empty, contents, source)
     wanted = LowbitConfig.of_layers(contents.specs)
-    arguments = {**(encoder or {}), **arguments}
+    arguments = {**(source.architecture.encoder or {}), **arguments}
     model = type(empty).from_pretrained(
         None, config=config, state_dict=contents.state, quantization_config=wanted, **arguments
     )
     adopt(model)
     return model
+
+
+def _empty_model(source: Source, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Returns the configuration and the model, on meta, of a file. Raises CheckpointError where there is none."""
+    architecture = source.architecture
+    fields = {name: value for name, value in source.config.items() if name not in architecture.unknown}
+    auto = AutoModelForCausalLM if architecture.encoder is None else AutoModel
+    try:
+        config = AutoConfig.for_model(architecture.model_type, **fields, dtype=type_name(dtype))
+        with torch.device("meta"):
+            return config, auto.from_config(config, **(architecture.encoder or {}))
+    except Exception as error:  # of any class, from the code of a model that takes its configuration for right
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        what = f"transformers makes no {architecture.model_type} model of what the metadata say"
+        raise CheckpointError(f"{source.file.path}: {what}: {said}") from error
 
 
 def _dtype(given: object) -> torch.dtype:

@@ -236,7 +236,7 @@ def test_places_that_can_not_be(data: bytes, message: str, tmp_path: Path) -> No
 TERA = 1 << 42
 KEY, CUT = text("key"), "the file ends within its header"
 LIES = {  # what a file of a kilobyte says of itself: tensors, entries of metadata, and what follows
-    "tensors": (TERA, 0, b"", CUT),
+    "tensors": (TERA, 0, struct.pack("<QIQIQ", 0, 1, 1, 0, 0) * 31, CUT),
     "metadata": (0, TERA, b"", CUT),
     "a key": (0, 1, struct.pack("<Q", TERA), CUT),
     "a string": (0, 1, KEY + struct.pack("<IQ", 8, TERA), CUT),
@@ -247,7 +247,8 @@ LIES = {  # what a file of a kilobyte says of itself: tensors, entries of metada
     "blocks": (1, 0, text("w") + struct.pack("<IQQIQ", 2, 1 << 40, 1 << 40, 12, 0), "of a file of 1024"),
     "a stack": (1, 0, text("w") + struct.pack("<IQQQIQ", 3, 256, TERA, TERA, 12, 0), "of a file of 1024"),
     "a place": (1, 0, text("w") + struct.pack("<IQQIQ", 2, 256, 1, 12, TERA), "of a file of 1024"),
-    "dimensions": (1, 0, text("w") + struct.pack("<I", 1 << 31), "a tensor has 2147483648 dimensions; at most 4"),
+    "dimensions": (1, 0, text("w") + struct.pack("<I", 1 << 31), "a tensor has 2147483648 dimensions; those of 1"),
+    "no dimensions": (1, 0, text("w") + struct.pack("<IIQ", 0, 0, 0), "a tensor has 0 dimensions; those of 1 to 4 can"),
 }
 
 

@@ -481,8 +481,10 @@ def dense_model(case: Case) -> Any:
     return model
 
 
-def written(case: Case, model: Any, path: Path) -> Path:
-    """Writes a model as llama.cpp's converter does."""
+def written(
+    case: Case, model: Any, path: Path, change: Callable[[str, Tensor], Tensor] = lambda _, value: value
+) -> Path:
+    """Writes a model as llama.cpp's converter does. change: returns what becomes of a tensor of the file."""
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[case.arch])
     config, prefix = model.config, gguf.MODEL_ARCH_NAMES[case.arch]
     norm = "attention.layer_norm_rms_epsilon" if case.rms else "attention.layer_norm_epsilon"
@@ -502,7 +504,8 @@ def written(case: Case, model: Any, path: Path) -> Path:
     adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
     for key, value in facts.items():
         adders[type(value)](f"{prefix}.{key}", value)
-    for name, tensor in tensors(case, model).items():
+    for name, given in tensors(case, model).items():
+        tensor = change(name, given)
         matrix = tensor.ndim > 1 and tensor.shape[-1] % 32 == 0 and not re.search("norm|gate_inp|bias", name)
         kind = next((kind for part, kind in case.kinds.items() if part in name), Kind.Q8_0) if matrix else None
         values = tensor.contiguous().float().numpy()
@@ -634,10 +637,40 @@ def test_parts_of_a_matrix_that_do_not_fit(left: Mapping[str, int], message: str
         lowbit.from_gguf(written(case, dense_model(case), tmp_path / "m.gguf"))
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "message"),
+    [
+        ("falcon-11b", "attn_qkv.weight", lambda t: t[:64], "64 rows, which are not those of 4 heads of q and 2"),
+        ("falcon-11b", "attn_qkv.weight", lambda t: torch.cat((t, t)), "256 rows, which are not those of 4 heads"),
+        ("falcon", "attn_qkv.weight", lambda t: torch.cat((t, t)), "192 rows, which are not those of 4 heads"),
+        ("granite", "attn_k.weight", lambda t: t[:24], "24 rows, which are not heads of 16"),
+        ("qwen3next", "ssm_a", lambda t: -t, "numbers from .* to .*; they must be finite and below 0, as -exp"),
+        ("qwen3next", "ssm_a", lambda t: t * torch.inf, "numbers from -inf to -inf; they must be finite"),
+        ("qwen3next", "ssm_a", lambda t: t * 0, "numbers from -0 to -0; they must be finite"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit(
+    name: str, tensor: str, change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    """A tensor of other rows than the metadata say, and numbers that are no decay."""
+    case, wrong = CASES[name], f"blk.1.{tensor}"
+    changed = {wrong: change}
+    path = written(case, dense_model(case), tmp_path / "m.gguf", lambda of, t: changed[of](t) if of in changed else t)
+    with pytest.raises(CheckpointError, match=rf"m.gguf: {wrong}.* {message}"):
+        lowbit.from_gguf(path)
+
+
 WRONG: list[tuple[str, Facts, str]] = [
+    (
+        "mistral3",
+        {"rope.freq_base": 1.0},
+        "transformers makes no ministral3 model of what the metadata say: ZeroDivisionError: float division by zero",
+    ),
+    ("deepseek3", {"rope.dimension_count": 7}, "deepseek_v3 model .* requires an even rotary dimension, but got"),
     ("olmo2", {"attention.sliding_window": 8}, "olmo2.attention.sliding_window is 8, as of OLMo 3, which can't be"),
     ("olmoe", {"attention.clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv: models that clamp q, k and v can't be loaded"),
-    ("glm4", {"rope.dimension_count": 17}, "glm4.rope.dimension_count is 17; only 16 can be loaded"),
+    ("glm4", {"rope.dimension_count": 17}, "glm4.rope.dimension_count is 17; only even numbers up to 16 can be"),
+    ("phi3", {"rope.dimension_count": 7}, "phi3.rope.dimension_count is 7; only even numbers up to 16 can be loaded"),
     ("granite", {"rope.dimension_count": 8}, "granite.rope.dimension_count is 8; only 16 can be loaded"),
     ("deepseek2", {"expert_gating_func": 3}, "deepseek2.expert_gating_func is 3; only 1, softmax, and 2, sigmoid"),
     ("deepseek2", {"expert_weights_norm": True}, "deepseek2.expert_weights_norm is true; of models with softmax"),

@@ -145,9 +145,19 @@ LOOKED_UP = {f"{name}.weight" for name in ("token_embd", "position_embd", "token
 """The matrices of which a model takes rows."""
 UNSHIFTED = "ssm_norm.weight"
 """A norm that multiplies by its weight where others multiply by 1 + weight."""
+
+
+def _logarithm(decay: Tensor) -> Tensor:
+    """Returns A_log of -exp(A_log)."""
+    if not bool((decay.isfinite() & (decay < 0)).all()):
+        low, high = (float(bound) for bound in decay.float().aminmax())
+        raise CheckpointError(f"numbers from {low:g} to {high:g}; they must be finite and below 0, as -exp(A_log) is")
+    return decay.float().neg().log()
+
+
 UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "ffn_gate_inp_shexp.weight": lambda value: value.view(1, -1),
-    "ssm_a": lambda value: value.float().neg().log(),
+    "ssm_a": _logarithm,
     "ssm_conv1d.weight": lambda value: value.unsqueeze(-2),
 }
 """What is done with dense tensors of a block, to have them as in transformers."""
@@ -326,7 +336,7 @@ class Source:
     def order(self, name: str) -> Tensor | None:
         """Returns which row of a tensor comes first, second and so on in transformers; None if none moves."""
         if self.architecture.grouped_qkv and ".attn_qkv." in name:
-            return self._by_keys()
+            return self._by_keys(name)
         if not self.architecture.paired_rows or not re.search(r"\.attn_[qk]\.", name):
             return None
         rows, head = self.file.shape(name)[0], self.config["head_dim"]
@@ -334,18 +344,24 @@ class Source:
             raise CheckpointError(f"{self.file.path}: {name} has {rows} rows, which are not heads of {head}")
         return torch.arange(rows, device="cpu").view(-1, head // 2, 2).mT.reshape(-1)
 
-    def _by_keys(self) -> Tensor:
+    def _by_keys(self, name: str) -> Tensor:
         """Returns the order of rows by which each key has its queries in front and its value behind."""
         queries, keys, head = (self.config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        if (rows := self.file.shape(name)[0]) != (queries + 2 * keys) * head:
+            heads = f"{queries} heads of q and {keys} each of k and v, of {head} rows"
+            raise CheckpointError(f"{self.file.path}: {name} has {rows} rows, which are not those of {heads}")
         with torch.device("cpu"):
             heads = torch.arange(queries + 2 * keys)
             grouped = torch.cat((heads[:queries].view(keys, -1), heads[queries:].view(2, keys).T), 1)
             return (grouped.reshape(-1, 1) * head + torch.arange(head)).flatten()
 
     def dense(self, name: str, value: Tensor) -> Tensor:
-        """Returns a dense tensor as transformers has it."""
+        """Returns a dense tensor as transformers has it. Raises CheckpointError for numbers that it can't have."""
         if undo := next((undo for part, undo in UNDONE.items() if name.endswith(f".{part}")), None):
-            return undo(value)
+            try:
+                return undo(value)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.file.path}: {name}: {error}") from error
         shifts = name.endswith("norm.weight") and not name.endswith(UNSHIFTED)
         shift = self.architecture.norm_shift if shifts else 0.0
         return value.float() - shift if shift else value

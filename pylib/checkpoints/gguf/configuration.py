@@ -161,8 +161,9 @@ def _rotated(about: About, partial: bool) -> dict[str, Any]:
     found = about.value(key) or head
     if found == head:
         return {"partial_rotary_factor": 1.0} if partial else {}
-    if not partial or not isinstance(found, int) or not 0 < found < head:
-        raise CheckpointError(f"{about.name}.{key} is {found!r}; only {head} can be loaded")
+    if not partial or not isinstance(found, int) or not 0 < found < head or found % 2:
+        allowed = f"even numbers up to {head}" if partial else head
+        raise CheckpointError(f"{about.name}.{key} is {found!r}; only {allowed} can be loaded")
     return {"partial_rotary_factor": found / head}
 
 

@@ -182,7 +182,7 @@ class _Cursor:
     def info(self) -> tuple[tuple[int, ...], int, int]:
         """Returns the shape of a tensor, its type and where it begins after the header."""
         dims = self.number("I")
-        if dims > MOST_DIMS:
-            raise CheckpointError(f"a tensor has {dims} dimensions; at most {MOST_DIMS} can be read")
+        if not 1 <= dims <= MOST_DIMS:
+            raise CheckpointError(f"a tensor has {dims} dimensions; those of 1 to {MOST_DIMS} can be read")
         shape = tuple(self.number("Q") for _ in range(dims))
         return shape[::-1], self.number("I"), self.number("Q")

@@ -224,7 +224,7 @@ def _size(entry: Entry) -> int:
         name = UNREAD.get(entry.kind, f"type {entry.kind} of GGUF")
         raise CheckpointError(f"{name} can't be imported; what can is {known}")
     kind = TYPES[entry.kind]
-    if (columns := entry.shape[-1] if entry.shape else 1) % kind.columns:
+    if (columns := entry.shape[-1]) % kind.columns:
         raise CheckpointError(f"{columns} columns are not blocks of {kind.columns} ({kind.name})")
     return count // kind.columns * kind.nbytes
 
