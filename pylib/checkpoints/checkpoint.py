@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -22,7 +22,7 @@ from lowbit.pylib.checkpoints.description import model_config, quantization_conf
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.registry import format_of, import_between, import_experts, import_rows
 from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles
-from lowbit.pylib.checkpoints.transforms import ROTATED, Rotations, Transform, TransformReader, at_calls
+from lowbit.pylib.checkpoints.transforms import AT_CALLS, Rotations, Transform, TransformReader, at_calls
 from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights import saved as saved_weight
@@ -55,7 +55,7 @@ class Checkpoint:
     format                what another library's layers are written in; None for lowbit's own, and without any
     modules               names of the quantized layers
     dense                 names of the tensors that belong to none of them
-    rotations             names of the tensors of what rotates their inputs and outputs at each call
+    rotations             names of the tensors of what rotates or scales their inputs and outputs at each call
 
     It has the files of the folder that are given, or those that its index names.
     """
@@ -72,7 +72,7 @@ class Checkpoint:
                 self.format = format_of(self.quantization_config)
             self._names = _modules(self.tensors, self.format)
         self.modules = tuple(self._names)
-        self._transforms = TransformReader(self.tensors, at_calls(self.quantization_config) if self.format else [])
+        self._transforms = _transforms(self.tensors, self.quantization_config, self.format)
         self.rotations = self._transforms.names_in(self.quantization_config if self.format else {}, self._names)
         used = self.rotations | {name for names in self._names.values() for name in names.values()}
         self.dense = tuple(name for name in self.tensors if name not in used)
@@ -91,12 +91,13 @@ class Checkpoint:
         device   where the weight goes; it is unpacked and packed there
         shape    n and k where the model says them, for files that do not: see `lowbit.import_weight`
 
-        Raises CheckpointError, which names the file and the layer, also for one whose inputs or outputs are rotated.
+        Raises CheckpointError, which names the file and the layer, also for one whose inputs or outputs are rotated or
+        scaled.
         """
         weight, rotations = self.load_between(module, act, device, shape)
         with self._naming_module(module):
             if rotations:
-                raise CheckpointError(f"its inputs or outputs are {ROTATED}")
+                raise CheckpointError(f"its inputs or outputs are rotated or scaled {AT_CALLS}")
         return weight
 
     def load_between(
@@ -136,6 +137,7 @@ class Checkpoint:
         """Returns several layers of another library that read the same inputs as one weight, with the rows of the first
         on top. The arguments are those of `load`."""
         with self._naming_module(modules[0]):
+            self.check_unscaled(modules)
             layers = [self._module_tensors(module, device) for module in modules]
             return import_rows(self.quantization_config, layers, act or self._act(), modules)
 
@@ -146,8 +148,17 @@ class Checkpoint:
         with self._naming_module(module):
             if self.format is None:
                 raise CheckpointError("lowbit saves each expert as a layer of its own; use load()")
+            self.check_unscaled([module])
             tensors = self._module_tensors(module, device)
             return import_experts(self.quantization_config, tensors, act or self._act(), module)
+
+    def check_unscaled(self, modules: Iterable[str]) -> None:
+        """Raise CheckpointError if a tensor multiplies the inputs of one of these experts or embeddings."""
+        if scaled := [module for module in modules if self._transforms.scales(module)]:
+            raise CheckpointError(
+                f"{scaled[0]}{self._transforms.scaling} multiplies what goes into a layer at each call; low-bit linear "
+                "layers alone do that, and no experts or embeddings. Use a checkpoint without"
+            )
 
     @property
     def transforms(self) -> Sequence[Transform]:
@@ -194,6 +205,11 @@ class Checkpoint:
             yield
 
 
+def _transforms(tensors: TensorFiles, config: Mapping[str, Any], format: Format | None) -> TransformReader:
+    """Returns the reader of what rotates or scales inputs and outputs of layers at each call."""
+    return TransformReader(tensors) if format is None else TransformReader(tensors, at_calls(config), format.scaling)
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Tells whether one of several patterns fits a name, as a shell's do."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -201,11 +217,13 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 def check_dense(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Raise CheckpointError if one of these tensors, which belong to no quantized layer, holds codes as one would: the
-    layer lacks a tensor, and what is left of it would be taken for a dense layer's."""
+    layer lacks a tensor, and what is left of it would be taken for a dense layer's; or if it multiplies inputs."""
     form, tensors = checkpoint.format, checkpoint.tensors
     if form is None:
         return
     for name in names:
+        if form.scaling and name.endswith(form.scaling):
+            raise CheckpointError(f"{tensors.path(name)}: {name} multiplies inputs of a layer that is not quantized")
         if name.endswith(form.tensors) and (kind := tensors.dtype(name)) not in FLOATS:
             raise CheckpointError(
                 f"{tensors.path(name)}: {name} is {kind}, of a quantized layer that lacks a tensor: "

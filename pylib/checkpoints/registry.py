@@ -35,7 +35,7 @@ from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
 from lowbit.pylib.checkpoints.stacked import below
-from lowbit.pylib.checkpoints.transforms import check_unrotated
+from lowbit.pylib.checkpoints.transforms import AT_CALLS, check_unrotated
 from lowbit.pylib.weights.packed import PackedWeight
 
 FORMATS: dict[str, Format] = {
@@ -106,10 +106,11 @@ def import_weight(
                           layers alone is compared with the tensors
 
     The bias is the layer's, rounded to `act`. Raises CheckpointError for tensors that are missing, that contradict each
-    other or the configuration, or that no kernel can read, and for a layer whose inputs or outputs are rotated.
+    other or the configuration, or that no kernel can read, and for a layer whose inputs or outputs are rotated or
+    scaled.
     """
     with _as_checkpoint_error():
-        _check_weights_alone(quantization_config, [name])
+        _check_weights_alone(quantization_config, [tensors], [name])
     return import_between(quantization_config, tensors, act, shape, name)
 
 
@@ -137,14 +138,18 @@ def import_rows(
     names    what the checkpoint calls them. The other arguments are those of `import_weight`
     """
     with _as_checkpoint_error():
-        _check_weights_alone(quantization_config, names)
+        _check_weights_alone(quantization_config, layers, names)
         return below([_read(quantization_config, tensors) for tensors in layers]).pack(act)
 
 
-def _check_weights_alone(config: Mapping[str, Any], names: Sequence[str]) -> None:
+def _check_weights_alone(
+    config: Mapping[str, Any], layers: Sequence[Mapping[str, Tensor]], names: Sequence[str]
+) -> None:
     """Raise CheckpointError where a weight does not say what the layers of a configuration compute."""
-    format_of(config)
+    scaling = format_of(config).scaling.removeprefix(".")
     check_unrotated(config, names)
+    if any(scaling in tensors for tensors in layers):
+        raise CheckpointError(f"{scaling} is there: inputs are scaled {AT_CALLS}")
 
 
 def _read(
@@ -161,7 +166,7 @@ def import_experts(
     The arguments are those of `import_weight`, but for the shape.
     """
     with _as_checkpoint_error():
-        _check_weights_alone(quantization_config, [name])
+        _check_weights_alone(quantization_config, [tensors], [name])
     counts = {t.shape[0] if t.ndim else 0 for t in tensors.values()}
     if len(counts) != 1 or 0 in counts:
         raise CheckpointError(f"tensors must have one first dimension, the expert's, but have {sorted(counts)}")

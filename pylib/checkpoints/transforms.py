@@ -9,6 +9,9 @@ columns if that is given. `inverse` transposes M, or chose another M when the fi
 a module, the last one is applied first. What is merged into weights (weight_input, weight_output) is done.
 (compressed_tensors/transform/: factory/base.py, factory/hadamard.py, utils/matrix.py.)
 
+A format of another library may have a tensor [k] in a module that multiplies its inputs column by column
+(`Format.scaling`), which is a rotation by a diagonal matrix.
+
 Queries and keys that are rotated alike (q_attn and k_cache, SpinQuant's R3) make the same products as before: it is for
 caches of few bits, and lowbit leaves caches as they are.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,7 +30,17 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles
 from lowbit.pylib.layer.hadamard import HadamardMatrix, found_in
-from lowbit.pylib.nn.rotated import INPUTS, OUTPUTS, HadamardRotation, MatrixRotation, Rotation, rotation_of
+from lowbit.pylib.nn.rotated import (
+    FLOATS,
+    INPUTS,
+    OUTPUTS,
+    STATE,
+    ColumnScaling,
+    HadamardRotation,
+    MatrixRotation,
+    Rotation,
+    rotation_of,
+)
 from lowbit.pylib.torch_types import type_name
 
 ENTRY = "transform_config"
@@ -36,12 +49,11 @@ TYPES = (*HADAMARD, "random-matrix")
 MERGED = ("weight_input", "weight_output")
 ATTENTION = ("q_attn", "k_cache")
 LOCATIONS = ("input", "output", *MERGED, *ATTENTION)
-ROTATED = (
-    "rotated at each call, which a weight alone does not say; lowbit.load_checkpoint and from_pretrained make layers "
-    "that do it"
+AT_CALLS = (
+    "at each call, which a weight alone does not say; lowbit.load_checkpoint and from_pretrained make layers that do it"
 )
 MOST_MATRIX = 2048  # rows of a matrix that is no Hadamard matrix: each layer holds it in f32
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = (torch.float64, *FLOATS)
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,8 @@ def check_unrotated(config: Mapping[str, Any], names: Sequence[str]) -> None:
             if not name or transform.matches([name]):
                 what = name or "a layer"
                 raise CheckpointError(
-                    f"by the {transform.group} of its transform_config, the {transform.location} of {what} is {ROTATED}"
+                    f"by the {transform.group} of its transform_config, the {transform.location} of {what} is rotated "
+                    f"{AT_CALLS}"
                 )
 
 
@@ -213,24 +226,31 @@ class TransformReader:
 
     tensors      all tensors
     transforms   what the configuration leaves to be done at each call; of lowbit's own, tensors say it
+    scaling      how names of tensors end that multiply the inputs of their module; "" for none
     """
 
     tensors: TensorFiles
-    transforms: Sequence[Transform]
+    transforms: Sequence[Transform] = ()
+    scaling: str = ""
     _made: dict[tuple[str, int, bool], Rotation] = field(default_factory=dict[tuple[str, int, bool], Rotation])
 
-    def names_in(self, config: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
+    def names_in(self, config: Mapping[str, Any], modules: Collection[str]) -> set[str]:
         """Returns the names of tensors of rotations, those of attention too, which cancel out."""
         given = config.get(ENTRY)
         known = _transforms(given) if given else ()
         ends = tuple(f".{t.prefix}.{part}" for t in known for part in ("weight", "perm"))
-        own = rf"\.({INPUTS}|{OUTPUTS})\.\d+\.(signs|matrix|_extra_state)"
+        own = rf"\.({INPUTS}|{OUTPUTS})\.\d+\.({'|'.join(STATE)})"
         found = {name for name in self.tensors if ends and name.endswith(ends)}
+        found |= {module + self.scaling for module in modules if self.scales(module)}
         for name in self.tensors:
             match = re.search(own + "$", name)
             if match and name[: match.start()] in modules:
                 found.add(name)
         return found
+
+    def scales(self, module: str) -> bool:
+        """Tells whether a tensor of a module multiplies its inputs."""
+        return bool(self.scaling) and module + self.scaling in self.tensors
 
     def of(self, module: str, n: int, k: int) -> Rotations:
         """Returns the rotations of a quantized module of n rows and k columns, on the CPU."""
@@ -244,13 +264,24 @@ class TransformReader:
         here = [t for t in self.transforms if t.matches([module])]
         inputs = [self._rotation(t, module, k) for t in here if t.location == "input"]
         outputs = [self._rotation(t, module, n) for t in here if t.location == "output"]
-        return Rotations(tuple(reversed(inputs)), tuple(outputs))
+        scalings = [self._scaling(module, k)] if self.scales(module) else []
+        return Rotations((*scalings, *reversed(inputs)), tuple(outputs))
+
+    def _scaling(self, module: str, k: int) -> Rotation:
+        name = module + self.scaling
+        scale = self.tensors[name]
+        if scale.dtype not in FLOATS or scale.shape != (k,):
+            raise CheckpointError(f"{name} is {type_name(scale.dtype)} {list(scale.shape)}; it must be floats {[k]}")
+        if not bool(((scale > 0) & scale.isfinite()).all()):
+            low, high = (float(bound) for bound in scale.aminmax())
+            raise CheckpointError(f"{name} has numbers from {low} to {high}; those of {k} columns must be positive")
+        return ColumnScaling(scale)
 
     def _own(self, module: str, place: str, columns: int) -> tuple[Rotation, ...]:
         made: list[Rotation] = []
         while True:
             prefix = f"{module}.{place}.{len(made)}."
-            named = {part: prefix + part for part in ("signs", "matrix", "_extra_state")}
+            named = {part: prefix + part for part in STATE}
             found = {part: name for part, name in named.items() if name in self.tensors}
             if not found:
                 return tuple(made)

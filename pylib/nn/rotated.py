@@ -1,6 +1,7 @@
 """`RotatedLinear`: a low-bit layer whose inputs, or outputs, are rotated at each call, as QuIP and SpinQuant do it.
 
 The weight was rotated before it was quantized, which spreads its outliers; x W^T stays the same if x is rotated, too.
+AWQ multiplies columns by numbers instead, a diagonal matrix: ModelOpt leaves that to be done at each call.
 The rotations are modules of their own in the layer, and travel with it in the state dictionary.
 """
 
@@ -23,6 +24,8 @@ from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 
 INPUTS, OUTPUTS = "input_rotations", "output_rotations"  # names of children of a layer
+STATE = ("signs", "matrix", "scale", "_extra_state")  # names that a rotation has in a state dictionary
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Rotation(nn.Module):
@@ -108,16 +111,52 @@ class MatrixRotation(Rotation):
         return f"{self.size} x {self.size}"
 
 
+class ColumnScaling(Rotation):
+    """Multiplies each column by a number: a diagonal matrix.
+
+    scale   [size] in f16, bf16 or f32
+    """
+
+    scale: Tensor
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        if scale.ndim != 1 or not len(scale) or scale.dtype not in FLOATS:
+            raise PackError(f"scale is {scale.dtype} {list(scale.shape)}; it must be [columns] in f16, bf16 or f32")
+        self.size = len(scale)
+        self.register_buffer("scale", scale)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns x [..., blocks * size] times the numbers, rounded to x's type. Raises SpecError for other columns."""
+        check_columns(input, self.size)
+        return self._scaled(input).to(input.dtype)
+
+    def is_by_row(self, target: str) -> bool:
+        return True
+
+    def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
+        return self._scaled(x.float())
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return (x.unflatten(-1, (-1, self.size)) * self.scale).flatten(-2)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}"
+
+
 def rotation_of(tensors: Mapping[str, Tensor]) -> Rotation:
     """Returns the rotation that a state dictionary describes. Raises PackError for one that describes none."""
+    if "scale" in tensors:
+        return ColumnScaling(tensors["scale"])
     if "matrix" in tensors:
         matrix = tensors["matrix"]
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.dtype is not torch.float32:
+        is_square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] > 0
+        if not is_square or matrix.dtype is not torch.float32:
             raise PackError(f"matrix is {matrix.dtype} {list(matrix.shape)}; it must be square, in f32")
         return MatrixRotation(matrix)
     about = tensors.get("_extra_state")
     if about is None or about.dtype is not torch.uint8 or about.ndim != 1:
-        raise PackError("a rotation has a matrix, or an _extra_state in bytes that says what it is")
+        raise PackError("a rotation has a matrix, a scale, or an _extra_state in bytes that says what it is")
     try:
         matrix = HadamardMatrix.of_text(bytes(about.tolist()).decode())
     except (ValueError, RecursionError) as error:

@@ -761,9 +761,9 @@ FORMAT_VALUES: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
         "quant_algo",
         (
             *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
-            *("W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8"),
+            *("W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ"),
         ),
-        ("W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ", "INT8_SQ", "W8A8_SQ_PER_CHANNEL"),
+        ("NVFP4_SVD", "INT8_SQ", "W8A8_SQ_PER_CHANNEL"),
     ),
     (
         "auto-round-4",
@@ -850,7 +850,7 @@ def test_the_page_lists_every_method() -> None:
         ("auto-round-4", {"data_type": "mx_fp"}, "data_type='mx_fp'; what can be read is 'int'"),
         ("auto-round-4", {"bits": 8}, "16 rows of qweight are not k=.* codes of 8 bits|scales .* don't fit"),
         ("auto-round-4", {"extra_config": {"re:x": {"data_type": "fp"}}}, "extra_config.re:x.data_type='fp'; what can"),
-        ("modelopt-nvfp4", {"quant_algo": "W4A16_AWQ"}, "quant_algo='W4A16_AWQ'; what can be read is 'FP8', "),
+        ("modelopt-nvfp4", {"quant_algo": "NVFP4_SVD"}, "quant_algo='NVFP4_SVD'; what can be read is 'FP8', "),
         ("bitnet", {"use_rms_norm": True}, "has use_rms_norm, which lowbit does not know"),
         ("bitnet", {"quantization_mode": "online"}, "quantization_mode='online'; what can be read is 'offline'"),
         ("mlx-4", {"mode": "mxfp4"}, "mode='mxfp4'; what can be read is 'affine'"),

@@ -127,7 +127,7 @@ def test_signs_have_the_type_of_inputs(act: Any) -> None:
 def test_a_weight_alone_is_refused() -> None:
     checkpoint = open_checkpoint(FIXTURES / "rotated-hadamard")
     checkpoint.load(UP)
-    with pytest.raises(CheckpointError, match=r"down_proj: its inputs or outputs are rotated at each call.*load_check"):
+    with pytest.raises(CheckpointError, match=r"down_proj: its inputs or outputs are rotated or scaled at each.*load"):
         checkpoint.load(DOWN)
     parts = {short: checkpoint.tensors[full] for short, full in checkpoint.names_of(DOWN).items()}
     for name, what in (("", "a layer"), (DOWN, DOWN)):
@@ -143,7 +143,7 @@ def test_servers_refuse_rotated_models(tmp_path: Path) -> None:
 
     lowbit.save_checkpoint(loaded(FIXTURES / "rotated-hadamard"), tmp_path)
     for folder in (tmp_path, FIXTURES / "rotated-hadamard"):
-        with pytest.raises(CheckpointError, match=r"rotates what goes into layers .* which servers don't do yet"):
+        with pytest.raises(CheckpointError, match=r"rotates or scales what goes into layers .* which servers don't"):
             opened(folder)
 
 
@@ -300,7 +300,11 @@ def test_a_rotation_of_ones_own_that_does_not_fit(tmp_path: Path) -> None:
     ("state", "message"),
     [
         ({"matrix": torch.zeros(2, 3)}, "it must be square, in f32"),
-        ({}, "a rotation has a matrix, or an _extra_state"),
+        ({"matrix": torch.zeros(0, 0)}, "it must be square, in f32"),
+        ({"scale": torch.zeros(2, 3)}, r"scale is torch.float32 \[2, 3\]; it must be \[columns\] in f16, bf16 or f32"),
+        ({"scale": torch.zeros(3, dtype=torch.int32)}, "scale is torch.int32"),
+        ({"scale": torch.zeros(0)}, r"scale is torch.float32 \[0\]"),
+        ({}, "a rotation has a matrix, a scale, or an _extra_state"),
         ({"_extra_state": torch.tensor(list(b"{"), dtype=torch.uint8)}, "says no Hadamard matrix"),
     ],
 )

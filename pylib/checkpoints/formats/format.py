@@ -24,6 +24,7 @@ class Format:
     read      returns the weight of a module
     entries   those of the quantization_config that `read` knows, besides HARMLESS ones
     listed    returns the names of the tensors that the metadata of the files says a module has, where it says it
+    scaling   how the name of a tensor [k] ends by which the inputs of a module are multiplied at each call; "" for none
     """
 
     markers: tuple[str, ...]
@@ -31,6 +32,7 @@ class Format:
     read: Callable[[ModuleTensors], Imported]
     entries: Entries
     listed: Callable[[Mapping[str, str], str], Sequence[str]] = _nothing_listed
+    scaling: str = ""
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -136,8 +136,8 @@ def opened(folder: Path) -> Checkpoint:
     checkpoint = open_checkpoint(folder)
     if checkpoint.rotations or checkpoint.transforms:
         raise CheckpointError(
-            f"{folder} rotates what goes into layers or comes out of them at each call, which servers don't do yet; "
-            "load it with lowbit.load_checkpoint or from_pretrained, or serve a checkpoint without"
+            f"{folder} rotates or scales what goes into layers or comes out of them at each call, which servers don't "
+            "do yet; load it with lowbit.load_checkpoint or from_pretrained, or serve a checkpoint without"
         )
     return checkpoint
 
