@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.epilogue import RESIDUAL
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
@@ -34,15 +35,23 @@ from lowbit.pylib.tune.timing import random_tensor
 _OF_X: tuple[str, ...] = ("x", "x_scales", "x_sums")
 STEPS = 30_000
 """Steps of the emulator that are looked at, which take about a second."""
+_MOST_BYTES = 1 << 28  # of x and y: a matrix of 16384 rows and 4096 columns each
 
 
 def run_one_cluster(request: KernelRequest, launch: Launch, ptx: str, m: int) -> observer.Launch:
-    """What the first cluster of a launch for m rows does, on random data."""
-    given, sm_count = arguments(request, launch, m), request.target.multiprocessors
+    """What the first cluster of a launch for m rows does, on random data; of very many, for `rows_emulated`."""
+    given, sm_count = arguments(request, launch, rows_emulated(request, m)), request.target.multiprocessors
     seen = first_cluster(lambda: Emulator(ptx).run(launch, given), sm_count)
     if seen is None:
         raise ValueError(f"kernel {launch.name} has no blocks for {m} rows")
     return seen
+
+
+def rows_emulated(request: KernelRequest, m: int) -> int:
+    """Returns with how many rows a launch for m is emulated: the first cluster reads few of those that do not fit."""
+    spec = request.spec
+    columns = spec.k * (spec.top_k.count if spec.top_k else 1) + spec.outputs
+    return min(m, max(1, _MOST_BYTES // (ELEMENTS[spec.act].bytes * columns)))
 
 
 def first_cluster(run: Callable[[], object], sm_count: int | None = None) -> observer.Launch | None:

@@ -28,6 +28,7 @@ from lowbit.pylib.explain.executed import (
     counts_by_line,
     counts_by_origin,
     first_cluster,
+    rows_emulated,
     run_one_cluster,
     tokens_of,
     weights_of_cluster,
@@ -120,7 +121,9 @@ def explain_kernel(request: KernelRequest, m: int, measured: Measured = UNTIMED,
     compiled = compile_kernel(request, keep=True, origins=True)
     seen = run_one_cluster(request, compiled.launch, compiled.ptx, rows)
     choices = ", ".join(f"{name}={value}" for name, value in spelled_out(request.schedule).items() if name != "family")
-    about = "; ".join(filter(None, (f"Kernel family {request.family}: {choices or 'no choices'}", about)))
+    emulated = rows_emulated(request, rows)
+    part = f"emulated with {emulated} rows" if emulated < rows else ""
+    about = "; ".join(filter(None, (f"Kernel family {request.family}: {choices or 'no choices'}", about, part)))
     figures = [Roofline.of(request, rows).figure(measured)] if family.operation.endswith("matmul") else []
     figures += [] if family.operation in ("permute", "quantize") else packing_figures(spec)
     title = f"{spec}, m = {m}, on {request.target}"

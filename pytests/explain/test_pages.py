@@ -369,6 +369,21 @@ def test_executed_counts_are_those_of_the_emulator() -> None:
     assert by_name == dict(emulator.stats)
 
 
+def test_memory_of_many_rows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid and the roofline are those of all rows; the first cluster does the same with as many as it reads."""
+    wanted = kernel_choices(SPEC, parse_target("sm_90a")).launches(5000)[0]
+    kernel = compile_kernel(wanted)
+    counts = executed.run_one_cluster(wanted, kernel.launch, kernel.ptx, 5000).counts
+    monkeypatch.setattr(executed, "_MOST_BYTES", 1 << 20)
+    assert executed.rows_emulated(wanted, 5000) == 910 and executed.rows_emulated(wanted, 300) == 300
+    assert executed.run_one_cluster(wanted, kernel.launch, kernel.ptx, 5000).counts == counts
+    page = lowbit.compile(SPEC, "sm_90a").explain(2**30)
+    assert page.about.endswith("; emulated with 910 rows") and page.title.endswith("m = 1073741824, on sm_90a")
+    assert values(page, "Registers, shared memory, occupancy")["grid"] == " x ".join(
+        map(str, kernel.launch.blocks({"m": 2**30}, 132))
+    )
+
+
 def test_counts_beside_lines(page: Page) -> None:
     (ptx,) = (pane for pane in page.panes if pane.name == "ptx")
     products = [line for line in ptx.lines if re.search(r"^\s*(wg)?mma\.\w+\.", text_of(line.html))]
