@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -310,17 +311,18 @@ def quality(
     models: Annotated[str, typer.Option(help="Whose layers: little,minilm,mpnet,iglm.")] = "little,minilm",
     ggml: Annotated[Path | None, typer.Option(help="llama.cpp's folder ggml, to compare with.")] = None,
 ) -> None:
-    """Quantizers on layers of several models, into docs/quality.md; what docs/results has is not measured again."""
+    """Quantizers on layers of several models, into docs/quality.md; what docs/results has is not measured again, and
+    `--models` is for what is measured."""
     from benchmarks.quality import authors
     from benchmarks.quality import ranges as of_ranges
     from benchmarks.quality import references as of_ggml
     from benchmarks.quality.layers import layers
 
-    found = list(layers(models.split(","))) if references or ranges else []
+    found = cache(lambda: list(layers(models.split(","))))
     if ranges:
-        of_ranges.SECTION.publish(lambda: of_ranges.measure(found), of_ranges.table)
+        of_ranges.SECTION.publish(lambda: of_ranges.measure(found()), of_ranges.table)
     if references:
-        authors.SECTION.publish(lambda: authors.measure(found), authors.table)
+        authors.SECTION.publish(lambda: authors.measure(found()), authors.table)
     if ggml:
         of_ggml.main(ggml)
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import lowbit
-from benchmarks.quality.layers import LARGE, TEXTS, Layer
-from benchmarks.quality.ranges import loss, loss_of, mean
+from benchmarks.quality.layers import TEXTS, Layer
+from benchmarks.quality.ranges import by_kurtosis, loss, loss_of, mean
 from benchmarks.quality.references import FAIR
 from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
@@ -115,11 +115,12 @@ REFERENCES = (
 
 @torch.no_grad()
 def measure(given: Iterable[Layer]) -> Iterator[Record]:
-    """Yields a record for each layer: its kurtosis, and by reference the ratio of errors on each text but the first."""
+    """Yields a record for each layer: its kurtosis, and by reference the ratio of errors on each text but the first.
+    None where no library is installed."""
     found = [each for each in REFERENCES if each.is_there]
     for each in sorted({each.library for each in REFERENCES} - {each.library for each in found}):
         print(f"{each} is left out: it is not installed (pip install {each})", file=sys.stderr)
-    for layer in given:
+    for layer in given if found else ():
         ratios = {each.name: _ratios(layer, each) for each in found}
         yield {"layer": layer.label, "kurtosis": round(layer.kurtosis, 2), "ratios": ratios}
 
@@ -131,13 +132,12 @@ def _ratios(layer: Layer, reference: Reference) -> list[float]:
 
 def table(records: list[Record]) -> str:
     """Returns the page's table."""
-    parts = [[each for each in records if (each["kurtosis"] > LARGE) == large] for large in (True, False)]
-    means = [f"{len(part)} layers, kurtosis {sign} {LARGE}" for part, sign in zip(parts, ("above", "below"))]
-    head = ["reference", *means, "worst layer", "all, other text", "verdict"]
-    return markdown(head, [_row(name, records, parts) for name in records[0]["ratios"]])
+    parts = by_kurtosis(records)
+    head = ["reference", *parts, "worst layer", "all, other text", "verdict"]
+    return markdown(head, [_row(name, records, parts.values()) for name in records[0]["ratios"]])
 
 
-def _row(name: str, records: list[Record], parts: list[list[Record]]) -> list[str]:
+def _row(name: str, records: list[Record], parts: Iterable[list[Record]]) -> list[str]:
     held, other = ([record["ratios"][name][text] for record in records] for text in (0, 1))
     means = [mean([record["ratios"][name][0] for record in part]) for part in parts]
     numbers = [*means, max(held), mean(other)]

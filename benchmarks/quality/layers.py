@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
-from benchmarks.quality.measure import load, windows
+from benchmarks.quality.measure import load, windows, windows_of
 from benchmarks.quality.model import HERE
 from lowbit.dialect.errors import SpecError
 
@@ -128,16 +128,9 @@ def _little() -> Model:
     count, stages = TOKENS // model.shape.context, ("attention.q", "attention.o", "ffn.gate", "ffn.down")
     texts = {"calibration": "calibration.txt", "held out": "held_out.txt"}
     parts: dict[str, Any] = {text: windows(file, count, model.shape.context) for text, file in texts.items()}
-    parts["other text"] = windows(_written(documentation()), count, model.shape.context)
+    parts["other text"] = windows_of("\n".join(documentation()), count, model.shape.context)
     names = [f"blocks.{block}.{stage}" for block in (0, len(model.blocks) - 1) for stage in stages]
     return Model(model, names, lambda tokens: model(tokens[:, :-1]), {text: parts[text].split(16) for text in parts})
-
-
-def _written(lines: Iterable[str]) -> str:
-    """Returns the path of a file with these lines."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
-        file.write("\n".join(lines))
-    return file.name
 
 
 def documentation() -> list[str]:

@@ -90,9 +90,14 @@ def outliers(threshold: float | None) -> str:
 
 def windows(name: str, count: int, context: int) -> Tensor:
     """Returns the first tokens of a text beside this file: [count, context + 1]."""
+    return windows_of((HERE / name).read_text(), count, context)
+
+
+def windows_of(text: str, count: int, context: int) -> Tensor:
+    """Returns the first tokens of a text: [count, context + 1]."""
     merges = json.loads((HERE / "merges.json").read_text())
     tokenizer = Tokenizer(tuple((a, b) for a, b in merges))
-    tokens = torch.tensor(tokenizer.encode((HERE / name).read_text()))
+    tokens = torch.tensor(tokenizer.encode(text))
     return tokens[: count * context + 1].unfold(0, context + 1, context)
 
 

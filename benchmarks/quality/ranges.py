@@ -62,15 +62,24 @@ def mean(numbers: list[float]) -> float:
     return math.exp(sum(map(math.log, numbers)) / len(numbers))
 
 
+def by_kurtosis(records: list[Record]) -> dict[str, list[Record]]:
+    """Returns records of layers with few large weights and of the others, by the head of their column; none without
+    layers."""
+    parts: dict[str, list[Record]] = {}
+    for sign, large in (("above", True), ("below", False)):
+        if part := [each for each in records if (each["kurtosis"] > LARGE) == large]:
+            parts[f"{len(part)} layers, kurtosis {sign} {LARGE}"] = part
+    return parts
+
+
 def table(records: list[Record]) -> str:
     """Returns the page's table."""
-    parts = [[each for each in records if (each["kurtosis"] > LARGE) == large] for large in (True, False)]
-    means = [f"{len(part)} layers, kurtosis {sign} {LARGE}" for part, sign in zip(parts, ("above", "below"))]
-    head = ["", *means, "worst layer", "which"]
-    return markdown(head, [_row(name, records, parts) for name in CONFIGS])
+    parts = by_kurtosis(records)
+    head = ["", *parts, "worst layer", "which"]
+    return markdown(head, [_row(name, records, parts.values()) for name in CONFIGS])
 
 
-def _row(name: str, records: list[Record], parts: list[list[Record]]) -> list[str]:
+def _row(name: str, records: list[Record], parts: Iterable[list[Record]]) -> list[str]:
     worst = max(records, key=lambda record: record["ratios"][name])
     means = [f"{mean([record['ratios'][name] for record in part]):.2f}" for part in parts]
     return [name, *means, f"{worst['ratios'][name]:.3f}", worst["layer"]]

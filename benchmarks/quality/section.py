@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks import record_lines
 from benchmarks.publish import between_marks
 from benchmarks.quality.model import HERE
+from lowbit.dialect.errors import SpecError
 
 DOCS = HERE.parent.parent / "docs"
 Record = dict[str, Any]
@@ -49,16 +50,21 @@ class Section:
         return between_marks(self.path, table, f"<!-- {self.mark}: begin -->", f"<!-- {self.mark}: end -->")
 
     def publish(self, measure: Callable[[], Iterable[Record]], table: Callable[[list[Record]], str]) -> list[Record]:
-        """Measure, unless the records are there already, and write the page; returns the records."""
-        if not self.file.exists():
+        """Measure, unless the records are there already, and write the page; returns the records. Raises SpecError
+        where nothing was measured."""
+        if self.file.exists():
+            print(f"{self.file} has records, of which the table is made; remove it to measure again", file=sys.stderr)
+        else:
             self._write(measure())
         self.path.write_text(self.with_table(table(self.records())))
         return self.records()
 
     def _write(self, records: Iterable[Record]) -> None:
-        """Write the records, one a line, and show the beginning of each as it comes."""
+        """Write the records, one a line, and show the beginning of each as it comes. Raises SpecError for none."""
         found: list[Record] = []
         for record in records:
             found.append(record)
             print(f"{json.dumps(record):.200}", file=sys.stderr, flush=True)
+        if not found:
+            raise SpecError(f"{self.name}: nothing was measured, as all was left out; install what it needs")
         record_lines.write(self.file, {"records": found})

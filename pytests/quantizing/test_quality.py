@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import lowbit
+from benchmarks.__main__ import app
 from benchmarks.quality import (
     authors,
     draws,
@@ -27,6 +30,7 @@ from benchmarks.quality import (
     spqr_plans,
     train,
 )
+from benchmarks.quality import section as section_module
 from benchmarks.quality.layers import LARGE
 from benchmarks.quality.model import Shape, Transformer, load, read_safetensors, write_safetensors
 from benchmarks.quality.section import Section
@@ -164,6 +168,50 @@ def test_records_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert section.path.read_text() == "A page.\n<!-- mark: begin -->\n2\n<!-- mark: end -->\nMore.\n"
     assert section.publish(lambda: [{"a": 3}], lambda found: str(found[0])) == records
     assert "{'a': 1}" in section.path.read_text()
+
+
+def test_nothing_that_was_measured_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models or libraries are left out: there are no records then, so that the next run measures."""
+    monkeypatch.setattr("benchmarks.quality.section.DOCS", tmp_path)
+    (tmp_path / "results").mkdir()
+    section = Section("new", "mark", page="page.md")
+    with pytest.raises(lowbit.SpecError, match="new: nothing was measured, as all was left out; install"):
+        section.publish(list, lambda found: "table")
+    assert not section.file.exists()
+    monkeypatch.setattr(authors, "REFERENCES", [])
+    assert list(authors.measure([layers.Layer("some", "layer", torch.randn(8, 64), {})])) == []
+
+
+@pytest.mark.parametrize("kurtosis", [3.0, 20.0])
+def test_tables_of_layers_of_one_kind(kurtosis: float) -> None:
+    """They have no column for the other kind."""
+    of = {"layer": "a", "kurtosis": kurtosis}
+    found = ranges.table([of | {"ratios": dict.fromkeys(ranges.CONFIGS, 0.5)}])
+    found += authors.table([of | {"ratios": {"other": [0.5, 0.5]}}])
+    assert found.count(f"| 1 layers, kurtosis {'above' if kurtosis > LARGE else 'below'} 10 |") == 2
+    assert found.count("kurtosis") == 2
+
+
+def test_no_model_is_loaded_for_records_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And the command says which file to remove."""
+    for name in ("results/ranges.json", "results/authors.json", "quality.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        copyfile(section_module.DOCS / name, tmp_path / name)
+    monkeypatch.setattr("benchmarks.quality.section.DOCS", tmp_path)
+    monkeypatch.setattr("benchmarks.quality.layers.MODELS", {})
+    done = CliRunner().invoke(app, ["quality", "--ranges", "--references", "--models", "mpnet"])
+    assert done.exit_code == 0, done.output
+    for name in ("ranges", "authors"):
+        assert f"{tmp_path / 'results' / name}.json has records, of which the table is made; remove it" in done.stderr
+    ranges.SECTION.file.unlink()
+    done = CliRunner().invoke(app, ["quality", "--ranges", "--models", "mpnet"])
+    assert "not 'mpnet'" in str(done.exception)
+
+
+def test_loading_layers_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(layers, "TOKENS", 256)
+    assert len(list(layers.layers(["little"]))) == 8 and list(tmp_path.iterdir()) == []
 
 
 def test_intervals() -> None:
