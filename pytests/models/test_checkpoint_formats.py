@@ -705,6 +705,20 @@ def test_exl2_that_contradicts_itself(change: dict[str, Any], message: str) -> N
         lowbit.import_weight({"quant_method": "exl2"}, given | changed)
 
 
+@pytest.mark.parametrize("shape", [None, (64, 144)])
+@pytest.mark.parametrize("bias", [torch.tensor(1.0), torch.ones(1, 64), torch.ones(64, dtype=torch.int32)])
+def test_exl2_whose_bias_is_none(bias: Tensor, shape: tuple[int, int] | None) -> None:
+    given, _ = exl2()
+    with pytest.raises(CheckpointError, match="bias must be float16 or bfloat16 or float32 with 1 dimensions, not "):
+        lowbit.import_weight({"quant_method": "exl2"}, {**given, "bias": bias}, shape=shape)
+
+
+def test_exl2_whose_groups_have_few_rows_in_common() -> None:
+    given, _ = exl2(groups=((4, 32), (4, 40), (4, 72)))
+    with pytest.raises(CheckpointError, match="q_groups has groups of 32, 40, 72 rows, which only 8 divides; a number of"):
+        lowbit.import_weight({"quant_method": "exl2"}, given)
+
+
 def test_exl2_with_any_bytes(tmp_path: Path) -> None:
     """Other bytes in any tensor are a CheckpointError, or other values."""
     given, _ = exl2()

@@ -14,13 +14,14 @@ those of the widest group, and groups are as long as the shortest, whose scales 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
+from lowbit.dialect.shape import MIN_K
 from lowbit.pylib.checkpoints.config_entries import named
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported, signed
@@ -46,7 +47,7 @@ def read(module: ModuleTensors) -> Imported:
     groups = list(_groups(module, len(order), len(words)))
     bits = max(group.bits for group in groups)
     codes = torch.cat([_codes(words, group) for group in groups])
-    size = math.gcd(*(group.rows for group in groups))
+    size = _size(groups)
     repeats = torch.tensor([group.rows // size for group in groups], device=words.device)
     scales = _scales(module, len(groups), words.shape[1]).repeat_interleave(repeats, 0)
     n = _columns(module, words.shape[1])
@@ -87,6 +88,17 @@ def _groups(module: ModuleTensors, k: int, words: int) -> Iterator[_Group]:
         raise CheckpointError(f"q_groups has {k - left} rows, but q_invperm {k}")
 
 
+def _size(groups: Sequence[_Group]) -> int:
+    """Returns how many columns share a scale here, a divisor of the rows of all groups. Raises CheckpointError for few."""
+    rows = [group.rows for group in groups]
+    size = math.gcd(*rows)
+    if size < MIN_K and len(groups) > 1:
+        said = ", ".join(map(str, sorted(set(rows))))
+        rule = f"a number of rows that divides them all must be at least {MIN_K}"
+        raise CheckpointError(f"q_groups has groups of {said} rows, which only {size} divides; {rule}")
+    return size
+
+
 def _scales(module: ModuleTensors, groups: int, columns: int) -> Tensor:
     """Returns the scales [groups, columns], f16."""
     packed, most = module.take("q_scale", torch.int32, 2), module.take("q_scale_max", torch.float16, 1)
@@ -98,7 +110,8 @@ def _scales(module: ModuleTensors, groups: int, columns: int) -> Tensor:
 
 def _columns(module: ModuleTensors, stored: int) -> int:
     """Returns n, which the files may have padded."""
-    n = module.shape[0] if module.shape else len(module.tensors["bias"]) if "bias" in module else stored
+    bias = module.bias()
+    n = module.shape[0] if module.shape else stored if bias is None else len(bias)
     return n if 0 <= stored - n < PADDED else stored
 
 
