@@ -158,8 +158,9 @@ def _write(compiled: _Compiled, stop_after: str | None, output: Path | None, dum
         if stop_after is None and output is None:
             return
     if output is not None:
+        made = read(stage)
         with writing(output):
-            output.write_bytes(read(stage))
+            output.write_bytes(made)
     elif stage == "cubin":
         raise SpecError("--stop-after=cubin is machine code; name a file with -o")
     else:
@@ -168,10 +169,11 @@ def _write(compiled: _Compiled, stop_after: str | None, output: Path | None, dum
 
 def _dump(folder: Path, compiled: _Compiled, known: Iterable[Stage]) -> None:
     """Write a file for every stage."""
+    made = {f"{compiled.stem}.{each.suffix}": compiled.read(each.name) for each in known}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for each in known:
-            (folder / f"{compiled.stem}.{each.suffix}").write_bytes(compiled.read(each.name))
+        for name, content in made.items():
+            (folder / name).write_bytes(content)
     errors.print(f"wrote {folder}/{compiled.stem}.*", markup=False)
 
 

@@ -38,8 +38,9 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Writes the page to a file. Raises SpecError where it can't be written."""
+        html = self.html
         with writing(path):
-            Path(path).write_text(self.html, encoding="utf-8")
+            Path(path).write_text(html, encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that its style is not the notebook's."""

@@ -24,6 +24,7 @@ from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.main import app
+from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.runtime.devices import memory_of_container
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul
 
@@ -199,6 +200,19 @@ def test_compile_to_a_stage():
     assert "!lowbit." in lowbit("compile", *SMALL, "--target", "sm_90a", "--stop-after", "tile").stdout
     ptx = lowbit("compile", *SMALL, "--target", "sm_90a").stdout
     assert ".target sm_90a" in ptx and "mma.sync" in ptx
+
+
+@pytest.mark.parametrize("option", ["--output", "--dump"])
+def test_an_error_of_a_compilation_is_none_of_the_file(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tool that is gone, say: no other path helps."""
+
+    def broken(self: object, stage: str, m: int = 1) -> str:
+        raise FileNotFoundError(2, "No such file or directory", "llc")
+
+    monkeypatch.setattr(Matmul, "ir", broken)
+    result = lowbit("compile", *SMALL, "--target", "sm_80", option, tmp_path / "made")
+    assert result.exit_code == 1 and result.output == "error: llc: No such file or directory\n"
+    assert "can't be written" not in result.output and not (tmp_path / "made").exists()
 
 
 def test_dump_has_every_stage(tmp_path: Path):
