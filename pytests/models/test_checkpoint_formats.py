@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import re
 import resource
@@ -636,6 +637,21 @@ def test_groups_that_do_not_divide_rows(k: int, groups: int) -> None:
             replace(weight, scales=torch.ones(32, groups)).spec("f16")
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 3, 1), (2, 5, 3, 1), (2, 1, 3, 7), (2, 0, 3, 1), (1, 1, 3, 1), (2, 3, 1, 1)])
+def test_blocks_of_modelopt_in_four_dimensions(shape: tuple[int, ...]) -> None:
+    """The second and the last of them are those of a block's rows and columns, which share a scale."""
+    scales = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    given = {"weight": torch.ones(256, 384).to(torch.float8_e4m3fn), "weight_scale": scales}
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    if shape == (2, 1, 3, 1):
+        found = lowbit.import_weight(config, given).dequantize()
+        assert torch.equal(found[::128, ::128].float(), scales.view(2, 3))
+    else:
+        message = r"scales \[.*\] don't fit a weight of 256 x 384|weight_scale is empty"
+        with pytest.raises(CheckpointError, match=message):
+            lowbit.import_weight(config, given)
+
+
 def test_inputs_in_fp8_beside_nvfp4() -> None:
     config, tensors = parts("modelopt-nvfp4")
     found = read("modelopt-nvfp4", config | {"quant_algo": "W4A8_NVFP4_FP8"}, tensors)
@@ -715,7 +731,7 @@ def test_exl2_whose_bias_is_none(bias: Tensor, shape: tuple[int, int] | None) ->
 
 def test_exl2_whose_groups_have_few_rows_in_common() -> None:
     given, _ = exl2(groups=((4, 32), (4, 40), (4, 72)))
-    with pytest.raises(CheckpointError, match="q_groups has groups of 32, 40, 72 rows, which only 8 divides; a number of"):
+    with pytest.raises(CheckpointError, match="q_groups has groups of 32, 40, 72 rows, which only 8 divides; a"):
         lowbit.import_weight({"quant_method": "exl2"}, given)
 
 

@@ -89,7 +89,10 @@ def _groups(module: ModuleTensors, k: int, words: int) -> Iterator[_Group]:
 
 
 def _size(groups: Sequence[_Group]) -> int:
-    """Returns how many columns share a scale here, a divisor of the rows of all groups. Raises CheckpointError for few."""
+    """Returns how many columns share a scale here: a divisor of the rows of all groups.
+
+    Raises CheckpointError for fewer than 16.
+    """
     rows = [group.rows for group in groups]
     size = math.gcd(*rows)
     if size < MIN_K and len(groups) > 1:

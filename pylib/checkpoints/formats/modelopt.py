@@ -71,7 +71,7 @@ def _scales(module: ModuleTensors, weight: Tensor) -> Tensor:
     if given is not None and given.dtype == torch.uint8:
         return _powers(module, n, k)
     scales = module.take("weight_scale", FLOATS, 2 if given is None else given.ndim).float()
-    return of_blocks(scales[:, 0, :, 0] if scales.ndim == 4 else scales, (n, k), [BLOCK])
+    return of_blocks(scales.squeeze((1, 3)) if scales.ndim == 4 else scales, (n, k), [BLOCK])
 
 
 def _powers(module: ModuleTensors, n: int, k: int) -> Tensor:
