@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,13 @@ def compiler(name: str = "cc") -> str:
     if found is None:
         pytest.skip(f"no {name} on this machine")
     return found
+
+
+def needs_flag(flag: str) -> None:
+    """Skips the test where the compiler can't build a program with a flag: it may know one whose library is missing."""
+    command = [compiler(), "-x", "c", flag, "-", "-o", os.devnull]
+    if subprocess.run(command, input=b"int main(void) { return 0; }", capture_output=True, check=False).returncode:
+        pytest.skip(f"{compiler()} has no {flag} on this machine")
 
 
 def sources() -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from c_runtime import WARNINGS, compiler, sources
+from c_runtime import WARNINGS, compiler, needs_flag, sources
 from exported import Exported
 from fake_gpu import build_driver, with_texts
 
@@ -96,8 +96,15 @@ def test_memory_under_valgrind(name: str, folders: dict[str, Path], program: Pro
     program.run(folders[name], *ROWS[name], valgrind, "-q", "--error-exitcode=9", "--leak-check=full")
 
 
+def test_a_flag_that_the_compiler_has_not() -> None:
+    needs_flag("-pthread")
+    with pytest.raises(pytest.skip.Exception, match="has no -fsanitize=nothing on this machine"):
+        needs_flag("-fsanitize=nothing")
+
+
 def test_threads_under_a_sanitizer(folders: dict[str, Path], tmp_path: Path) -> None:
     """The runtime and the driver, compiled with ThreadSanitizer."""
+    needs_flag("-fsanitize=thread")
     program = build(tmp_path, "-fsanitize=thread")
     for name in SPECS:
         program.run(folders[name], *ROWS[name])

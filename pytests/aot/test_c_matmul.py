@@ -25,7 +25,7 @@ from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.runtime.cpu_experts import ALL_SLOTS
 from lowbit.pylib.runtime.expert_matmul import expert_matmul
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights.packed import PackedWeight, pack
+from lowbit.pylib.weights.packed import pack
 
 S = MatmulSpec
 SPECS = {
@@ -136,7 +136,12 @@ def test_experts(of_experts: Path, name: str) -> None:
 BY_IDS = {
     "each": S(4 * 48, 96, "u4", group_size=32, zeros="int", bias=True, experts=4, top_k=TopK(2, ids="i32")),
     "gated": S(4 * 32, 96, "nf4", group_size=32, experts=4, epilogue="silu_mul", act="bf16", top_k=TopK(3)),
+    "permuted": S(4 * 32, 160, "i3", group_size=32, experts=4, permuted=True, epilogue="gelu_mul", top_k=TopK(2)),
+    "swiglu": S(4 * 32, 96, "u4", group_size=32, experts=4, bias=True, epilogue="swiglu_oai", top_k=TopK(4)),
     "added": S(4 * 32, 160, "i3", group_size=32, experts=4, top_k=TopK(3, weights="f32")),
+    "permuted_added": S(
+        4 * 32, 160, "u4", group_size=32, experts=4, permuted=True, bias=True, top_k=TopK(2, weights="f32")
+    ),
     "added_in_bf16": S(4 * 32, 96, "u4", group_size=32, experts=4, act="bf16", top_k=TopK(2, weights="bf16")),
     "added_in_f32": S(4 * 32, 96, "u4", group_size=32, experts=4, out="f32", top_k=TopK(2, "i32", "f16")),
 }
@@ -161,13 +166,15 @@ def random_ids(spec: MatmulSpec, tokens: int) -> tuple[Tensor, list[Tensor]]:
     return ids, inputs
 
 
-def of_each_id(spec: MatmulSpec, ids: Tensor, x: Tensor, w: PackedWeight) -> Tensor:
+def of_each_id(spec: MatmulSpec, ids: Tensor, x: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """Returns what the expert of each id makes of its row of x, alone as Python runs it; NaN where it is elsewhere."""
-    one = CpuMatmul(replace(spec, n=spec.n // spec.experts, experts=1, top_k=None))
+    one = lowbit.compile(replace(spec, n=spec.n // spec.experts, experts=1, top_k=None), "cpu")
+    parts = [{name: t.chunk(spec.experts)[i] for name, t in tensors.items()} for i in range(spec.experts)]
+    weights = [one.pack(**part) for part in parts]
     found = torch.full((ids.numel(), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
     for slot, expert in enumerate(ids.flatten().tolist()):
         if 0 <= expert < spec.experts:
-            found[slot] = one.matmul(x[slot : slot + 1], [t.chunk(spec.experts)[expert] for t in w.tensors])
+            found[slot] = one(x[slot : slot + 1], weights[expert])
     return found
 
 
@@ -178,7 +185,7 @@ def test_experts_by_ids(by_ids: Path, name: str) -> None:
     ids, inputs = random_ids(spec, 7)
     x, tensors = random_inputs(replace(spec, top_k=None), ids.numel() if len(inputs) == 2 else 7)
     w = pack(replace(spec, top_k=None), **tensors)
-    each = of_each_id(spec, ids, x if len(inputs) == 2 else x.repeat_interleave(ids.shape[1], 0), w)
+    each = of_each_id(spec, ids, x if len(inputs) == 2 else x.repeat_interleave(ids.shape[1], 0), tensors)
     y = torch.full((7 if len(inputs) == 2 else ids.numel(), spec.outputs), torch.nan, dtype=each.dtype)
     with CMatmul(by_ids, name) as c:
         assert c.expert_tile(7) == 0
