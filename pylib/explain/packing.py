@@ -39,7 +39,7 @@ def packing_figures(spec: MatmulSpec) -> list[Figure]:
     codes stand for, and the tensors of the weight."""
     small = unit_of(spec)
     others = [slot for slot in small.tensors if slot.role not in ("codes", "permutation")]
-    figures: list[Figure] = [words_of_lane(small), lanes_of_block()]
+    figures: list[Figure] = [words_of_lane(first_chunk_of(spec)), lanes_of_block()]
     figures += [words_of_line() if slot.index == "sparse" else words_of(small, slot) for slot in others]
     return [*figures, *tables(spec), tensors(spec)]
 
@@ -51,6 +51,15 @@ def unit_of(spec: MatmulSpec) -> MatmulSpec:
     columns = group * (spec.bilevel.groups if spec.bilevel else 1)
     k = min(spec.k, columns * -(-spec.packing.chunk // columns)) if spec.group_size else min(spec.k, spec.packing.chunk)
     return replace(spec, n=ROWS, k=k, experts=1, top_k=None)
+
+
+def first_chunk_of(spec: MatmulSpec) -> MatmulSpec:
+    """Returns the least weight whose first chunk has the codes of a spec's: 16 rows, and columns of about a chunk. A
+    longer group begins with whole chunks, which are those of a weight without groups."""
+    chunk, group = spec.packing.chunk, spec.group_size
+    kept = group if group and group <= chunk else None
+    k = min(spec.k, kept * -(-chunk // kept) if kept else chunk)
+    return MatmulSpec(ROWS, k, spec.weight, kept, act=spec.act, table=spec.table, epilogue=spec.epilogue)
 
 
 # -- which bit holds what

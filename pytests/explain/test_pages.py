@@ -44,7 +44,7 @@ from lowbit.pylib.explain.kernels import explain_kernel
 from lowbit.pylib.explain.layouts import layout_grid
 from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
 from lowbit.pylib.explain.measured import Measured, measure
-from lowbit.pylib.explain.packing import packing_figures, unit_of, words_of_lane
+from lowbit.pylib.explain.packing import first_chunk_of, packing_figures, unit_of, words_of_lane
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.pictures import browser, line_with, pictures, pipeline_picture, screenshot
 from lowbit.pylib.explain.shared import buffers, fills
@@ -236,6 +236,17 @@ def stored_bits(spec: MatmulSpec, slot: TensorSlot, value: torch.Tensor) -> int:
         return int(value) - (least_code(slot.code) if slot.code else least(spec))
     number = value.reshape(1).to(TORCH[slot.storage])
     return int.from_bytes(number.view(torch.uint8).numpy().tobytes(), "little")
+
+
+@pytest.mark.parametrize("spec", [*OTHER_TENSORS.values(), MatmulSpec(32, 1024, "nf4", 512), MatmulSpec(16, 96, "u3")])
+def test_the_first_chunk_is_that_of_the_unit(spec: MatmulSpec) -> None:
+    assert words_of_lane(first_chunk_of(spec), 9) == words_of_lane(unit_of(spec), 9)
+
+
+def test_pictures_of_long_groups_are_as_small_as_those_of_short_ones() -> None:
+    spec = MatmulSpec(16, 2**17, "u4", group_size=2**17, zeros="int")
+    assert first_chunk_of(spec).k == spec.packing.chunk
+    assert packing_figures(spec)[0] == packing_figures(replace(spec, k=64, group_size=64))[0]
 
 
 def test_bits_of_outliers() -> None:
