@@ -151,7 +151,8 @@ def _is_mask(mask: Any, b: int, t: int) -> bool:
 
 def _programs(layer: nn.Module, modules: list[LowbitLinear], norms: list[Any]) -> CpuLayer | None:
     """Returns the programs of a layer; None where there are none."""
-    kept, numbers = _KEPT.get(layer), (*map(eps_of, norms), layer._modules["self_attn"].scaling)
+    attention: Any = layer._modules["self_attn"]
+    kept, numbers = _KEPT.get(layer), (*map(eps_of, norms), attention.scaling)
     same = kept is not None and len(kept.specs) == len(modules) and kept.numbers == numbers
     if not (kept and same and all(module.spec is spec for module, spec in zip(modules, kept.specs))):
         shape = _shape(layer, modules, norms)
