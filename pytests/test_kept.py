@@ -363,3 +363,10 @@ def _first_name(node: ast.expr) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_no_two_modules_of_tests_have_one_name(repo: Path) -> None:
+    """Folders of tests are all on the path, so that one would be imported in place of the other."""
+    every = (file.name for file in (repo / "pytests").glob("**/*.py"))
+    names = sorted(name for name in every if name not in ("__init__.py", "conftest.py"))
+    assert names == sorted(set(names))

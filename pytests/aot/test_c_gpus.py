@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from c_runtime import WARNINGS, compiler, needs_flag, sources
 from exported import Exported
-from fake_gpu import build_driver, with_texts
+from fake_cuda import build_driver, with_texts
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from c_runtime import library_path
 from exported import Exported, blocks, seal
-from fake_gpu import build_driver, with_texts
+from fake_cuda import build_driver, with_texts
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
