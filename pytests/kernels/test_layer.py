@@ -19,6 +19,7 @@ from lowbit.passes.kernels.shift import shift_program
 from lowbit.passes.pipeline import lower_program
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.layer import by_kernel, reference
+from lowbit.pylib.runtime import own_kernels
 
 TARGET = "emulator:sm_90a"
 TARGETS = [TARGET, "emulator:sm_80", "cpu"]
@@ -307,9 +308,9 @@ def test_a_cache_that_moves_is_held_in_registers(length: int, columns: int) -> N
 def test_memory_on_a_gpu_is_asked_for_by_tuples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The function of torch that allocates takes nothing else."""
     asked = list[tuple[object, ...]]()
-    monkeypatch.setattr(by_kernel, "allocate", lambda *given: asked.append(given))
+    monkeypatch.setattr(own_kernels, "allocate", lambda *given: asked.append(given))
     like = SimpleNamespace(is_cuda=True, dtype=torch.float16)
-    by_kernel.unwritten_like(torch.zeros(2, 3, 4).shape, like)  # type: ignore[arg-type]
+    own_kernels.unwritten_like(torch.zeros(2, 3, 4).shape, like)  # type: ignore[arg-type]
     assert asked == [((2, 3, 4), (12, 4, 1), torch.float16)] and {type(each) for each in asked[0][:2]} == {tuple}
 
 
