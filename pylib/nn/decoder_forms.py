@@ -139,7 +139,8 @@ def head_norms(attention: nn.Module) -> list[nn.Module]:
 
 def norms_of(layer: nn.Module, form: Form) -> list[nn.Module]:
     """Returns all norms of a layer, those of queries and keys last."""
-    return [layer.get_submodule(name) for name in form.norms] + head_norms(layer.get_submodule(ATTENTION))
+    modules: dict[str, Any] = layer._modules
+    return [modules[name] for name in form.norms] + head_norms(modules[ATTENTION])
 
 
 def eps_of(norm: Any) -> float:
@@ -175,14 +176,11 @@ def has_hooks(module: nn.Module) -> bool:
 def are_norms_as_fused(layer: Any, x: Tensor) -> bool:
     """Tells whether the norms of a layer compute what those did that were fused, with gains for an x [..., hidden]."""
     facts: Facts = layer.facts
-    heads = head_norms(layer._modules[ATTENTION])
-    sizes = [x.shape[-1]] * len(facts.form.norms) + [layer._modules[ATTENTION].head_dim] * len(heads)
+    norms, own = norms_of(layer, facts.form), len(facts.form.norms)
+    sizes = [x.shape[-1]] * own + [layer._modules[ATTENTION].head_dim] * (len(norms) - own)
     return all(
-        norm._parameters.keys() == {"weight"}
-        and _tried_norm(type(norm)) == facts.shift
-        and not has_hooks(norm)
-        and _is_gain(norm._parameters["weight"], size, x)
-        for norm, size in zip(norms_of(layer, facts.form), sizes)
+        _shift_of(norm) == facts.shift and not has_hooks(norm) and _is_gain(norm._parameters["weight"], size, x)
+        for norm, size in zip(norms, sizes)
     )
 
 
@@ -204,10 +202,15 @@ def cache_of(given: Mapping[str, Any]) -> Any:
 
 def _shift(norm: nn.Module) -> float:
     """Returns what a root-mean-square norm adds to its gain. Raises QuantizeError for a norm of another kind."""
-    shift = _tried_norm(type(norm)) if norm._parameters.keys() == {"weight"} else None
+    shift = _shift_of(norm)
     if shift is None:
         raise QuantizeError(f"{type(norm).__name__} is no root-mean-square norm with one gain")
     return shift
+
+
+def _shift_of(norm: nn.Module) -> float | None:
+    """Returns what a norm adds to its gain; None for one of another kind."""
+    return _tried_norm(type(norm)) if norm._parameters.keys() == {"weight"} else None
 
 
 @assume_constant_result
