@@ -122,7 +122,8 @@ class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
 class CopyRowsOp(Lowbit.Operation, name="copy_rows"):
     """Starts to copy rows of a source that a list names: `copy_async`, but along dim `dim`, offset + index is a place
     in `rows`, which says what row of the source is copied. Beyond the end of `rows`, zeros are copied ("zero"), or
-    nothing ("skip").
+    nothing ("skip"). The layout may have fewer elements along a dim than the target, whose last ones keep what they
+    have.
 
     `rows` is a view of i32 of rank 1 whose memory has one element at least; all that it names must be rows of the
     source.
@@ -141,10 +142,13 @@ class CopyRowsOp(Lowbit.Operation, name="copy_rows"):
     def verify_invariants(op: Any) -> None:
         source, target, rows = Global.of(op.source.type), Shared.of(op.target.type), Global.of(op.rows.type)
         limit, dim = read_ints(op.limit), in_range(op.dim, "dim", 0, len(source.shape) - 1)
-        _check_copy(op, source, target)
+        shape = read_layout(op.layout).shape
+        same_element(source.element, target.element, "element of the target")
+        fits = len(shape) == len(target.shape) and all(n <= most for n, most in zip(shape, target.shape))
+        expect(fits, "shape of the layout", f"the target's, {target.shape}, or less of it", shape)
         same_element("i32", rows.element, "element of the rows")
         expect(len(rows.shape) == 1, "rows", "rank 1", list(rows.shape))
-        check_access(op, source, target.shape, BOUNDARIES, limited=bool(limit))
+        check_access(op, source, shape, BOUNDARIES, limited=bool(limit))
         word = read_strings(op.boundary)[dim]
         expect(word in ("zero", "skip"), f"boundary of dim {dim}, whose rows a list names", "zero or skip", word)
         expect(source.divisors[dim] == 1, f"divisor of dim {dim}, whose rows a list names", 1, source.divisors[dim])

@@ -105,7 +105,8 @@ class MemoryAccess(Operations):
         """Starts to copy rows that a list names, as `copy_async` copies those side by side.
 
         rows: i32 [count] in device memory; along dim `dim`, offset + index is a place in it, and where there is none
-        zeros are copied (`boundary` "zero") or nothing is ("skip"). All rows named must be there.
+        zeros are copied (`boundary` "zero") or nothing is ("skip"). All rows named must be there. The layout may be of
+        the first part of the target.
         """
         ops.CopyRowsOp(
             source.value,

@@ -13,8 +13,8 @@ Counts are the only atomics, in shared memory. Integers do not depend on the ord
 result depends on no order of threads or blocks.
 
     for each round of places:        counts[before mine or not, expert] += 1
-    for each expert:                 all = both counts; tiles = all / T, rounded up
-    for each piece of my places:     begin, row = sums of all, tiles over lesser experts
+    for each expert:                 all = both counts; tiles = all / T, rounded up, short ones apart
+    for each piece of my places:     begin, row = sums of all, tiles over lesser experts; short tiles are the last
                                      position   = counts[before, expert] + those before it in the piece
                                      slots, rows, and the table's row of a tile that begins here
                                      counts[before, expert] += 1
@@ -33,6 +33,7 @@ _LANES = _THREADS // _PIECE  # threads of a place
 _ROUND = 8 * _THREADS  # places that are counted at once
 _VECTOR = 4  # numbers of 32 bits that a thread reads at once
 _COLUMNS = 3  # of the table of tiles
+_SHORT = 1 << 20  # what a short tile counts beside the others, of which there are fewer
 
 
 def route_program(top_k: int, experts: int, words: int) -> Program:
@@ -40,11 +41,11 @@ def route_program(top_k: int, experts: int, words: int) -> Program:
 
     words   32-bit words of an id in memory, 1 or 2
 
-    Parameters: ids [m, top_k]; rows, numbers, tiles and slots of a `Routing`; the number of tokens, m; and `tile`, the
-    most slots of a token tile.
+    Parameters: ids [m, top_k]; rows, numbers, tiles and slots of a `Routing`; the number of tokens, m; `tile`, the most
+    slots of a token tile; and `short`, the most of a short one.
     """
     names: dict[str, str] = dict.fromkeys(("ids", "rows", "numbers", "slots", "tiles"), "pointer")
-    names |= {"m": "i32", "tile": "i32"}
+    names |= {"m": "i32", "tile": "i32", "short": "i32"}
     p = Program("route", _THREADS, ("sm_count * 1", 1, 1), names)
     with p:
         p.grid_launch_dependents()
@@ -75,14 +76,14 @@ class _Block:
         p = self.p
         self._count()
         self._add_up()
-        total = self._sum_over_experts(self.tiles, p.iota(1, self.of_experts.reduce((0,))) < self.experts)
+        every = p.iota(1, self.of_experts.reduce((0,))) < self.experts
+        long, short = _long_and_short(self._sum_over_experts(self.tiles, every))
         with p.when(p.block_id(0) == 0):
-            held = self._sum_over_experts(self.all, p.iota(1, self.of_experts.reduce((0,))) < self.experts)
-            for column, number in enumerate((total, held, p.constant(0, "i32", total.layout))):
+            for column, number in enumerate((long + short, self._sum_over_experts(self.all, every), short)):
                 p.store(number, self.table, (column, 0))
         mine = share.min(self.places - self.first)
         with p.loop(0, (mine + _PIECE - 1) // _PIECE) as loop:
-            self._place(self.first + loop.index * _PIECE, total)
+            self._place(self.first + loop.index * _PIECE, long, long + short)
 
     # -- counts
 
@@ -106,12 +107,14 @@ class _Block:
         self.p.scatter(ones, self.counts, (0,), self._of_places(place, index), "add")
 
     def _add_up(self) -> None:
-        """Writes how many places and how many tiles each expert has."""
+        """Writes how many places each expert has, and how many tiles: those with few slots count `_SHORT`."""
         p, layout = self.p, _over(self.width)
         before, others = (p.load(self.counts, (0, at), layout, ("none", "zero")) for at in (0, self.width))
-        number, tile = before + others, p.splat(p["tile"], "i32", layout)
+        number, tile, short = before + others, p.splat(p["tile"], "i32", layout), p.splat(p["short"], "i32", layout)
         p.store(number, self.all, (0, 0), ("none", "skip"))
-        p.store((number + tile - 1) // tile, self.tiles, (0, 0), ("none", "skip"))
+        rest = number - number // tile * tile
+        last = p.select(short < rest, p.constant(1, "i32", layout), p.min(rest, 1) * _SHORT)
+        p.store(number // tile + last, self.tiles, (0, 0), ("none", "skip"))
         p.barrier()
 
     def _sum_over_experts(self, numbers: Memory, taken: Tile) -> Tile:
@@ -142,10 +145,10 @@ class _Block:
         expert = p.select(low < 0, experts, p.min(low, experts))
         return p.select(high[0] == 0, expert, experts) if high else expert
 
-    def _place(self, start: Scalar, total: Tile) -> None:
+    def _place(self, start: Scalar, long: Tile, total: Tile) -> None:
         """Writes what a piece of the block's places is in the routing.
 
-        total   of token tiles
+        long   token tiles that are not short, of so many in all
         """
         p = self.p
         place, expert = self._numbers(start, self.mine), self._experts(start, self.mine)
@@ -153,7 +156,7 @@ class _Block:
         lesser = p.iota(1, self.of_experts) < expert
         begin, row = (self._sum_over_experts(numbers, lesser) for numbers in (self.all, self.tiles))
         self._write_slots(start, place, begin + position)
-        self._write_tiles(place, expert, begin, position, row)
+        self._write_tiles(place, expert, begin, position, row, long)
         empty = p.select(place < total, -1, place + 1)  # a row of the table that no tile has
         for column in range(_COLUMNS):
             p.scatter(p.constant(0, "i32", self.mine), self.table, (column,), empty)
@@ -181,19 +184,30 @@ class _Block:
         """Returns an index that leaves out what is no place."""
         return self.p.select(place < self.p.splat(self.places, "i32", place.layout), index, -1)
 
-    def _write_tiles(self, place: Tile, expert: Tile, begin: Tile, position: Tile, row: Tile) -> None:
+    def _write_tiles(
+        self, place: Tile, expert: Tile, begin: Tile, position: Tile, tiles: Tile, every_long: Tile
+    ) -> None:
         """Writes the rows of the token tiles that begin with these places.
 
-        row   how many tiles lesser experts have
+        tiles        those of lesser experts
+        every_long   how many of all experts are not short
         """
         p = self.p
-        tile = p.splat(p["tile"], "i32", place.layout)
-        number, slot = position // tile, begin + position
-        begins = p.select(number * tile == position, row + number + 1, -1)
+        tile, short = (p.splat(p[name], "i32", place.layout) for name in ("tile", "short"))
+        number, slot, (before, short_before) = position // tile, begin + position, _long_and_short(tiles)
+        size = p.min(tile, p.gather(self.all, (0,), expert) - position)
+        row = p.select(short < size, before + number, every_long + short_before)
+        begins = p.select(number * tile == position, row + 1, -1)
         index = self._of_places(place, p.select(expert < self.experts, begins, -1))
-        end = p.min(slot + tile, begin + p.gather(self.all, (0,), expert))
+        end = slot + size
         for column, value in enumerate((expert, slot, end)):
             p.scatter(value, self.table, (column,), index)
+
+
+def _long_and_short(tiles: Tile) -> tuple[Tile, Tile]:
+    """Returns how many tiles a count has that are not short, and how many that are."""
+    short = tiles // _SHORT
+    return tiles - short * _SHORT, short
 
 
 def _over(size: int) -> Layout:

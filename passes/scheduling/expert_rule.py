@@ -32,8 +32,11 @@ _IN_ACT: tuple[_Family, _Family] = (Experts(), ExpertsMma())
 _IN_BYTES: tuple[_Family, _Family] = (EightBitExperts(), EightBitExpertsMma())
 _OF_FEW = ExpertsDecode()  # has candidates for tiles that it is as fast for as a persistent kernel
 _TILES = (8, 16, 32, 64, 128, 192)
-_BY_MEAN = ((5, 8), (11, 16), (26, 32), (100, 64), (150, 192), (400, 128), (math.inf, 192))
+_TILES_OF_WGMMA = (8, 16, 32, 64, 96, 128, 192, 256)
+_BY_MEAN = ((5, 8), (11, 16), (42, 32), (56, 64), (75, 96), (105, 128), (180, 192), (math.inf, 256))
 """Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
+_WITHOUT_SHORT = ((5, 8), (11, 16), (26, 32), (100, 64), (150, 192), (400, 128), (math.inf, 192))
+"""The same where tiles have 192 slots at most: no kernel multiplies short ones by narrower products."""
 
 
 def schedule_for(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule | None:
@@ -75,7 +78,8 @@ def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
 
     Raises SpecError for a spec or a target without any; it says why.
     """
-    found = tuple(tile for tile in _TILES if all(schedule_for(kind, tile, target) for kind in spec.kinds))
+    tiles = _TILES_OF_WGMMA if target.has_wgmma else _TILES
+    found = tuple(tile for tile in tiles if all(schedule_for(kind, tile, target) for kind in spec.kinds))
     if not found:
         for kind in spec.kinds:
             _, by_mma = _IN_BYTES if kind.compute else _IN_ACT
@@ -86,7 +90,7 @@ def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
 
 def tiles_by_slots(tiles: Sequence[int], experts: int) -> dict[int | None, int]:
     """Returns which of these tiles serves how many slots, by the last number of these; the last of all is None."""
-    ends = [int(most * experts) for most, _ in _BY_MEAN[:-1]]
+    ends = [int(most * experts) for most, _ in _by_mean(tiles)[:-1]]
     each = [tile_for(tiles, end, experts) for end in (*ends, ends[-1] + 1)]
     followed = zip((*ends, None), each, (*each[1:], 0))
     return {last: tile for last, tile, following in followed if tile != following}
@@ -94,6 +98,10 @@ def tiles_by_slots(tiles: Sequence[int], experts: int) -> dict[int | None, int]:
 
 def tile_for(tiles: Sequence[int], slots: int, experts: int) -> int:
     """Returns which of these tiles, the least first, to cut so many slots into. torch.compile traces it."""
-    wanted = next(tile for most, tile in _BY_MEAN if slots <= most * experts)
+    wanted = next(tile for most, tile in _by_mean(tiles) if slots <= most * experts)
     fitting = [tile for tile in tiles if tile <= wanted]
     return fitting[-1] if fitting else tiles[0]
+
+
+def _by_mean(tiles: Sequence[int]) -> Sequence[tuple[float, int]]:
+    return _BY_MEAN if tiles[-1] == _BY_MEAN[-1][1] else _WITHOUT_SHORT

@@ -20,6 +20,8 @@ from lowbit.dialect.signature import WORKSPACE, Extent, Param
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.dialect.top_k import IDS, ROUTER_WEIGHTS
 from lowbit.passes.kernels.base import KernelRequest
+from lowbit.passes.kernels.eight_bit_experts.schedule import EightBitExpertsSchedule
+from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.permute.family import FEW_ROWS, permute_spec
 from lowbit.passes.kernels.permute.family import default_schedule as permute_schedule
 from lowbit.passes.kernels.quantize.family import default_schedule as quantize_schedule
@@ -210,10 +212,17 @@ def ranges_of(
     if choices.few:
         yield from ranges_of(choices.few)
     for rows in choices.rows:
-        launches = [(tile, choices.kernels[tile]) for tile in rows.token_tiles]
+        launches = [(tile, _gathering(choices.kernels[tile])) for tile in rows.token_tiles]
         takes_any = family_of(launches[-1][1].schedule).takes_any_tokens
         repeats = rows.last is None and not takes_any and choices.spec.experts == 1
         yield rows.first, rows.last, choices.spec, launches, repeats
+
+
+def _gathering(made: KernelRequest) -> KernelRequest:
+    """Returns a request whose kernel reads the list of rows of x, where one of these wants them in order."""
+    if not isinstance(made.schedule, (ExpertsSchedule, EightBitExpertsSchedule)):
+        return made
+    return request(made.spec, made.target, replace(made.schedule, gather=True))
 
 
 def _check_ids(spec: MatmulSpec, target: Target) -> None:

@@ -1,5 +1,6 @@
-"""The routing of tokens to experts, the order of columns that an expert may have, and the sum of what experts make of
-tokens, by a kernel each (`passes.kernels.route`, `permute_slots` and `combine`).
+"""The routing of tokens to experts, the rows of x in the order of slots, or in the order of columns that an expert may
+have, and the sum of what experts make of tokens, by a kernel each (`passes.kernels.route`, `gather_rows`,
+`permute_slots` and `combine`).
 
 `routing.py` has the first and the last in operations of torch, of which `route` takes some thirty and `combine` a
 dozen.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import Act
+from lowbit.passes.kernels.experts.schedule import short_slots
 from lowbit.passes.kernels.permute.family import FEW_ROWS, default_schedule, permute_spec
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.routing import Routing, check_index, combine, route
@@ -46,7 +48,7 @@ def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -
     shapes = (places,), (places,), (places + 1, 3), (tokens, k)
     with on_device(ids.get_device()):
         rows, numbers, tiles, slots = (unwritten_like(shape, ids, torch.int32) for shape in shapes)
-        kernel.start(ids, rows, numbers, slots, tiles, tokens, tile)
+        kernel.start(ids, rows, numbers, slots, tiles, tokens, tile, short_slots(tile))
     return Routing(rows, numbers, tiles, slots)
 
 
@@ -68,6 +70,22 @@ def permute_by_kernel(
         if slots:
             kernel.start(x, permutation, rows, tiles, y, numbers, slots, tile)
     return y, numbers
+
+
+def gather_by_kernel(x: Tensor, rows: Tensor, target: str) -> Tensor:
+    """Returns x[rows[s]] for each slot s, [slots, k].
+
+    x       [rows, k] of 16 or 8 bits, contiguous and at a multiple of 16 bytes; a row is a multiple of 16 bytes
+    rows    i32 [slots]
+    target  a GPU or an emulator
+    """
+    slots, words = len(rows), x.view(torch.float16)
+    kernel = _gather_kernel(words.shape[1], target)
+    with on_device(x.get_device()):
+        y = unwritten_like((slots, words.shape[1]), words)
+        if slots:
+            kernel.start(words, rows, y, slots)
+    return y.view(x.dtype)
 
 
 def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target: str) -> Tensor:
@@ -104,6 +122,13 @@ def _permute_kernel(k: int, act: Act, experts: int, many: bool, target: str) -> 
 
     schedule = default_schedule(permute_spec(k, act), FEW_ROWS + many, parse_target(target))
     return own_kernel(partial(permute_slots_program, k, act, experts, schedule), target)
+
+
+@lru_cache(maxsize=64)
+def _gather_kernel(k: int, target: str) -> Kernel:
+    from lowbit.passes.kernels.gather_rows import gather_rows_program
+
+    return own_kernel(partial(gather_rows_program, k), target)
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.experts.schedule import short_slots
 
 _LARGEST = torch.iinfo(torch.int16).max
 
@@ -27,8 +28,9 @@ class Routing:
 
     rows       i32 [slots]: the row of x that a slot reads
     numbers    i32 [slots]: 0, 1 ...: the rows of what a matmul has written for every slot
-    tiles      i32 [slots + 1, 3]: in row 0 how many token tiles there are, how many slots they have, and 0; then for
-               each its expert, its first slot, and the slot before which it ends; zeros in rows without a tile
+    tiles      i32 [slots + 1, 3]: in row 0 how many token tiles there are, how many slots they have, and how many of
+               them are short (`short_slots`); then for each its expert, its first slot, and the slot before which it
+               ends, in the order of experts, short ones behind all others; zeros in rows without a tile
     slots      i32 [tokens, k]: the slot of each place of a token
     """
 
@@ -69,13 +71,16 @@ def _tiles(by_expert: Tensor, slot: Tensor, experts: int, tile: int) -> Tensor:
     beyond = torch.searchsorted(by_expert, by_expert, out_int32=True, right=True)
     here = by_expert < experts
     begins = ((slot - first) % tile == 0) & here  # whether a token tile begins with the slot
-    row = begins.cumsum(0)
+    end = torch.minimum(slot + tile, beyond)
+    short = begins & (end - slot <= short_slots(tile))
+    longs, shorts = (begins & ~short).cumsum(0), short.cumsum(0)
     spare = len(slot) + 1  # a row behind the table, for slots with which none begins
     table = torch.zeros(len(slot) + 2, 3, dtype=torch.int32, device=slot.device)
-    each = torch.stack([by_expert.to(torch.int32), slot, torch.minimum(slot + tile, beyond)], 1)
-    table.index_copy_(0, torch.where(begins, row, spare), each)
     if len(slot):
-        table[0, 0], table[0, 1] = row[-1], here.sum()
+        row = torch.where(short, longs[-1] + shorts, longs)
+        each = torch.stack([by_expert.to(torch.int32), slot, end], 1)
+        table.index_copy_(0, torch.where(begins, row, spare), each)
+        table[0, 0], table[0, 1], table[0, 2] = longs[-1] + shorts[-1], here.sum(), shorts[-1]
     return table[: len(slot) + 1]
 
 

@@ -55,5 +55,5 @@ def sum_of_experts(
     tile = tile_for(tiles, ids.shape[0] * ids.shape[1], gate_up.spec.experts)
     rows, numbers, table, slots = run.route(ids, gate_up.kernel, tile)
     a = gate(run.expert_matmul(x, rows, table, gate_up.tensors, gate_up.kernel, tile))
-    o = run.expert_matmul(a, numbers, table, down.tensors, down.kernel, tile)
+    o = run.expert_matmul(a, numbers, table, down.tensors, down.kernel, tile, in_order=True)
     return run.combine(o, slots, table, weights, down.kernel)

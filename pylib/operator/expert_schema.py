@@ -41,9 +41,11 @@ def route(top_k_index: Tensor, kernel: str, tile: int) -> tuple[Tensor, Tensor, 
     return routing.rows, routing.numbers, routing.tiles, routing.slots
 
 
-def expert_matmul(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int) -> Tensor:
+def expert_matmul(
+    x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int, in_order: bool = False
+) -> Tensor:
     """Returns y [slots, n / experts] of the slots that `route` found (`ExpertMatmul`)."""
-    return _matmul_of(kernel)(x, rows, tiles, weight, tile)
+    return _matmul_of(kernel)(x, rows, tiles, weight, tile, in_order)
 
 
 def combine(o: Tensor, slots: Tensor, tiles: Tensor, top_k_weights: Tensor, kernel: str) -> Tensor:
@@ -81,7 +83,7 @@ def sum_of_experts(
     tile = tile_for(tiles, tokens * count, parts(gate_up_kernel)["spec"].experts)
     rows, numbers, table, slots = route(ids, gate_up_kernel, tile)
     a = expert_matmul(x, rows, table, gate_up, gate_up_kernel, tile)
-    o = expert_matmul(a, numbers, table, down, down_kernel, tile)
+    o = expert_matmul(a, numbers, table, down, down_kernel, tile, in_order=True)
     return combine(o, slots, table, weights, down_kernel)
 
 
@@ -105,7 +107,9 @@ def _fake_route(top_k_index: Tensor, kernel: str, tile: int) -> tuple[Tensor, ..
     return tuple(top_k_index.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-def _fake_matmul(x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int) -> Tensor:
+def _fake_matmul(
+    x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], kernel: str, tile: int, in_order: bool = False
+) -> Tensor:
     spec: MatmulSpec = parts(kernel)["spec"]
     return x.new_empty((rows.shape[0], spec.outputs), dtype=TORCH[spec.out_dtype])
 
@@ -125,7 +129,10 @@ def _fake_combine(o: Tensor, slots: Tensor, tiles: Tensor, top_k_weights: Tensor
 for _schema, _function, _fake in (
     ("route(Tensor top_k_index, str kernel, int tile) -> (Tensor, Tensor, Tensor, Tensor)", route, _fake_route),
     (
-        "expert_matmul(Tensor x, Tensor rows, Tensor tiles, Tensor[] weight, str kernel, int tile) -> Tensor",
+        (
+            "expert_matmul(Tensor x, Tensor rows, Tensor tiles, Tensor[] weight, str kernel, int tile, "
+            "bool in_order=False) -> Tensor"
+        ),
         expert_matmul,
         _fake_matmul,
     ),

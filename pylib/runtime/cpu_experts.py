@@ -50,6 +50,10 @@ class CpuExperts:
             y[first:end] = self._product(of_x, [_slice(t, expert, self.spec.experts) for t in weight])
         return y
 
+    def wants_order(self, tile: int, slots: int) -> bool:
+        """Returns False: rows are taken expert by expert."""
+        return False
+
     def kernel(self, tile: int, slots: int) -> Artifact:
         """Raises TargetError: there is none."""
         raise TargetError("target cpu has no kernel for all experts: each runs the program of a dense weight")

@@ -3,7 +3,7 @@
 A spec with `experts` has the weights of all of them, one after the other. Which slots an expert has stands in device
 memory (`pylib.experts.routing`), and a launch reads it there. With `compute`, a launch before it quantizes the rows of
 x, each once for all of its slots. Where columns are permuted, one writes a row of x for each slot, in the order of its
-expert.
+expert; where many slots are multiplied by wgmma, one writes these rows as they are.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.scheduling.expert_choice import choose_for_slots
 from lowbit.passes.scheduling.expert_rule import tiles_of
 from lowbit.passes.target import Target
 from lowbit.pylib.build import user_tables
 from lowbit.pylib.build.driver import Artifact, load
-from lowbit.pylib.experts.by_kernel import permute_by_kernel
+from lowbit.pylib.experts.by_kernel import gather_by_kernel, permute_by_kernel
+from lowbit.pylib.runtime.activation_maps import maps_of_x
 from lowbit.pylib.runtime.cpu_experts import ALL_SLOTS, CpuExperts
-from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
-from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
-from lowbit.pylib.runtime.interface import argument_order, check_x_on_cpu, memory_of, unwritten
+from lowbit.pylib.runtime.driver import allocate, current_stream, on_device
+from lowbit.pylib.runtime.gpu import Launcher, check_device, is_settled, load_matmul
+from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of, unwritten
 from lowbit.pylib.runtime.quantizers import quantizer
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.tensor_checks import address_of
@@ -72,14 +74,17 @@ class ExpertMatmul:
         self._few, self._many = every[0], every[-1]
         self._quantize = quantizer(spec.k, spec.act, spec.compute, target) if spec.compute else None
 
-    def __call__(self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int) -> Tensor:
+    def __call__(
+        self, x: Tensor, rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int, in_order: bool = False
+    ) -> Tensor:
         """Returns y [slots, n / experts]. Rows of slots in no token tile are not written.
 
-        x       [rows, k] in the act type
-        rows    i32 [slots]: the row of x of each slot
-        tiles   i32 [slots + 1, 3]: the table of token tiles (`Routing.tiles`)
-        weight  the tensors of the spec, in their order
-        tile    the most slots of a token tile, one of `self.tiles`
+        x          [rows, k] in the act type
+        rows       i32 [slots]: the row of x of each slot
+        tiles      i32 [slots + 1, 3]: the table of token tiles (`Routing.tiles`)
+        weight     the tensors of the spec, in their order
+        tile       the most slots of a token tile, one of `self.tiles`
+        in_order   whether `rows` are 0, 1 ... (`Routing.numbers`), so that a kernel need not read them
         """
         self._check(x, tile)
         launches = self._of(len(rows))
@@ -88,6 +93,8 @@ class ExpertMatmul:
             *weight, permutation = weight
             x, rows = permute_by_kernel(operands[0], permutation, rows, tiles, tile, self._target)
             operands = (x,)
+        elif not in_order and len(rows) and launches.wants_order(tile, len(rows)):
+            operands = (gather_by_kernel(operands[0], rows, self._target), *operands[1:])
         return launches.run(operands, rows, tiles, weight, tile)
 
     def kernel(self, tile: int, slots: int) -> Artifact:
@@ -120,6 +127,7 @@ class Launches:
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         self.spec, self._target, self._out = spec, target, TORCH[spec.out_dtype]
         self._artifacts: dict[KernelSchedule, Artifact] = {}
+        self._wants_order: dict[tuple[int, int], bool] = {}  # by token tile and slots
         self._lock = threading.RLock()
 
     def run(
@@ -127,9 +135,18 @@ class Launches:
     ) -> Tensor:
         """Returns y [slots, n / experts].
 
-        x   x alone, or its values, scales and sums
+        x   x alone, or its values, scales and sums; in the order of slots, if the kernel wants that
         """
         raise NotImplementedError
+
+    def wants_order(self, tile: int, slots: int) -> bool:
+        """Whether the kernel takes a row of x for each slot, and reads no list of rows."""
+        found = self._wants_order.get((tile, slots))
+        if found is None:
+            schedule = self._schedule(tile, slots)
+            found = isinstance(schedule, PrefillSchedule) and not schedule.gathers
+            self._wants_order[tile, slots] = found
+        return found
 
     def kernel(self, tile: int, slots: int) -> Artifact:
         """The kernel for so many slots in token tiles of so many."""
@@ -153,8 +170,8 @@ class CudaLaunches(Launches):
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         super().__init__(spec, target)
-        self._functions: dict[tuple[int, KernelSchedule], Function] = {}
-        self._by_slots: dict[tuple[int, int, int], Function] = {}  # (device, token tile, slots), the same functions
+        self._functions: dict[tuple[int, KernelSchedule], Launcher] = {}
+        self._by_slots: dict[tuple[int, int, int], Launcher] = {}  # (device, token tile, slots), the same functions
 
     def run(
         self, x: Sequence[Tensor], rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int
@@ -169,13 +186,13 @@ class CudaLaunches(Launches):
                 function(current_stream(device), settled, *map(address_of, x), y.data_ptr(), m, *addresses)
         return y
 
-    def _load(self, device: int, tile: int, slots: int) -> Function:
+    def _load(self, device: int, tile: int, slots: int) -> Launcher:
         check_device(self._target, device)
         schedule = self._schedule(tile, slots)
         artifact = self._artifact(schedule, tile)
         with self._lock:
             found = self._functions.get((device, schedule))
-            found = found or load_function(artifact, self._target, device, argument_order(self.spec))
+            found = found or load_matmul(artifact, self.spec, self._target, device)
             self._functions[device, schedule] = self._by_slots[device, tile, slots] = found
         return found
 
@@ -199,6 +216,7 @@ class EmulatorLaunches(Launches):
             of_x, names = dict(zip(("x", "x_scales", "x_sums"), x)), self.spec.call_operands
             named = of_x | {"y": y} | dict(zip(names, (*weight, rows, tiles)))
             values: dict[str, object] = {name: memory_of(tensor) for name, tensor in named.items()}
+            values |= maps_of_x(values["x"], self.spec, len(x[0]), launch.boxes)
             values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": len(rows)}
             self._emulator(schedule, artifact).run(launch, values)
         return y

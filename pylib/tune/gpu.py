@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.target import Target
+from lowbit.pylib.experts.by_kernel import gather_by_kernel
 from lowbit.pylib.runtime.activation import quantize_in_torch
 from lowbit.pylib.runtime.driver import current_stream
 from lowbit.pylib.runtime.gpu import load_matmul
@@ -97,16 +99,20 @@ class Stand:
         weights = self._of(problem)
         y = torch.empty((m, spec.outputs), dtype=TORCH[spec.out_dtype], device="cuda")
 
-        def call(w: PackedWeight, others: Sequence[Tensor] = ()) -> None:
+        def call(w: PackedWeight, others: Sequence[Tensor] = (), x: Sequence[Tensor] = weights.x) -> None:
             operands = map(Tensor.data_ptr, (*w.tensors, *others))
-            function(current_stream(self._device), True, *map(Tensor.data_ptr, weights.x), y.data_ptr(), m, *operands)
+            function(current_stream(self._device), True, *map(Tensor.data_ptr, x), y.data_ptr(), m, *operands)
 
         if spec.experts == 1:
             return [partial(call, w) for w in weights.copies], y, weights.data.errors
         tile = cast(Any, schedule).tokens
         routed = cold_routings(weights.data.weight, problem.tokens, problem.top_k, tile)
         operands = [(each.routing.rows, each.routing.tiles) for each in routed]
+        of_calls = [weights.x] * len(routed)
+        if isinstance(schedule, PrefillSchedule) and not schedule.gathers:
+            first, *others = weights.x
+            of_calls = [(gather_by_kernel(first, rows, self._target.name), *others) for rows, _ in operands]
         torch.cuda.synchronize()
         tokens, experts = routed[0].routing.rows, routed[0].experts.to(y.device)
         errors = partial(weights.data.errors_of_slots, tokens=tokens, experts=experts)
-        return [partial(call, *each) for each in zip(cycle(weights.copies), operands)], y, errors
+        return [partial(call, *each) for each in zip(cycle(weights.copies), operands, of_calls)], y, errors

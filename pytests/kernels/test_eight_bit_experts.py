@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from eight_bit_problems import FITTING, exact, whole_problem
-from emulated import run_launch
+from emulated import run_launch, x_arguments
 from test_experts import ROUTINGS, Array, by_expert, routing
 from torch import Tensor
 
@@ -46,7 +46,7 @@ from lowbit.pylib.weights.packed import PackedWeight, pack
 AMPERE, ADA, HOPPER = (parse_target(name) for name in ("sm_80", "sm_89", "sm_90a"))
 AnySchedule = EightBitExpertsMmaSchedule | EightBitExpertsSchedule
 SMALL = EightBitExpertsMmaSchedule(16, num_stages=2)
-WGMMA = EightBitExpertsSchedule(64)
+WGMMA, GATHERING = EightBitExpertsSchedule(64), EightBitExpertsSchedule(64, gather=True)
 I8, FP8 = {"compute": "i8"}, {"compute": "f8e4m3"}
 
 
@@ -58,9 +58,12 @@ def run(
     rows = (order % len(x)).astype(np.int32)
     q = lowbit.quantize_activation(x, spec.byte_type, scales=scales)
     y = torch.full((len(ids), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
-    given = {"x": q.values, "x_scales": q.scales, "y": y, "m": len(ids)}
+    given: dict[str, Any] = {"x_scales": q.scales, "y": y, "m": len(ids)}
     given |= {"rows": torch.from_numpy(rows), "tiles": torch.from_numpy(tiles)}
-    run_launch(compile_kernel(request(spec, target, schedule)), w, True, 0, **given)
+    kernel, values = compile_kernel(request(spec, target, schedule)), q.values
+    if not schedule.gathers:
+        values = values.view(torch.uint8)[torch.from_numpy(rows)].view(values.dtype)
+    run_launch(kernel, w, True, 0, **given, **x_arguments(kernel, spec, values))
     return y, ids[order], rows
 
 
@@ -108,17 +111,27 @@ def spec_of(compute: Compute, weight: str, number: int) -> MatmulSpec:
 
 
 MIXED = np.random.default_rng(1).choice(3, 40, p=[0.5, 0.1, 0.4])
-KINDS = [SMALL, EightBitExpertsMmaSchedule(32, 256, 2, row_blocks=2), WGMMA]
+KINDS = [SMALL, EightBitExpertsMmaSchedule(32, 256, 2, row_blocks=2), WGMMA, GATHERING]
 
 
 @pytest.mark.parametrize(("compute", "weight"), FITTING)
 def test_every_format_to_the_last_bit(compute: Compute, weight: str) -> None:
     """By one of the kernels each, which take turns."""
     number = FITTING.index((compute, weight))
-    assert is_exact(spec_of(compute, weight, number), KINDS[number % 3], MIXED, 7, HOPPER)
+    assert is_exact(spec_of(compute, weight, number), KINDS[number % 4], MIXED, 7, HOPPER)
 
 
-@pytest.mark.parametrize("schedule", KINDS[::2], ids=["mma", "wgmma"])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("choices", [I8, FP8, FP8 | {"fold_scales": True, "epilogue": "silu_mul"}], ids=str)
+def test_short_tiles(choices: dict[str, Any], gather: bool) -> None:
+    """Tiles of up to 32 of 128 slots are multiplied by narrower products, after all others."""
+    ids = np.random.default_rng(1).permutation(np.repeat(np.arange(4), [148, 0, 31, 128]))
+    spec = MatmulSpec(4 * 48, 512, "u4", 128, experts=4, **choices)
+    schedule = EightBitExpertsSchedule(128, parts=1 if spec.folds else 2, last_tokens=32, gather=gather)
+    assert is_close(spec, schedule, ids, 7)
+
+
+@pytest.mark.parametrize("schedule", [SMALL, WGMMA, GATHERING], ids=["mma", "wgmma", "gathering"])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_any_routing(name: str, schedule: AnySchedule) -> None:
     """Slots that are uneven, of one expert, or of none; rows of x that several experts get, or one twice."""
@@ -173,7 +186,7 @@ def test_every_size_of_tiles_has_a_kernel(compute: dict[str, Any]) -> None:
     spec = MatmulSpec(128 * 1536, 2048, "u4", 128, **compute, experts=128)
     kinds = {tile: type(schedule_for(spec, tile, HOPPER)) for tile in tiles_of(spec, HOPPER)}
     few, many = EightBitExpertsMmaSchedule, EightBitExpertsSchedule
-    assert kinds == dict.fromkeys((16, 32), few) | dict.fromkeys((64, 128, 192), many)
+    assert kinds == dict.fromkeys((16, 32), few) | dict.fromkeys((64, 96, 128, 192, 256), many)
     assert {type(schedule_for(spec, tile, ADA)) for tile in tiles_of(spec, ADA)} == {few}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated import HOPPER, run_launch
+from emulated import HOPPER, run_launch, x_arguments
 from torch import Tensor
 
 import lowbit
@@ -21,7 +21,7 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.expert_tiles import ExpertTiles
-from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
+from lowbit.passes.kernels.experts.schedule import ExpertsSchedule, short_slots
 from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
@@ -46,7 +46,8 @@ AnySchedule = ExpertsMmaSchedule | ExpertsSchedule | ExpertsDecodeSchedule
 
 
 def routing(experts_of_slots: Array, experts: int, tile: int) -> tuple[Array, Array]:
-    """The expert of each slot in their order, sorted (those that are elsewhere last), and the table of tiles."""
+    """The expert of each slot in their order, sorted (those that are elsewhere last), and the table of tiles, of which
+    the short ones are the last."""
     ids = np.where((experts_of_slots < 0) | (experts_of_slots >= experts), experts, experts_of_slots)
     tiles = np.zeros((len(ids) + 1, 3), np.int32)
     found = [
@@ -55,7 +56,9 @@ def routing(experts_of_slots: Array, experts: int, tile: int) -> tuple[Array, Ar
         for begin, end in [np.searchsorted(np.sort(ids), (expert, expert + 1))]
         for first in range(begin, end, tile)
     ]
-    tiles[0, 0] = len(found)
+    short = [last - first <= short_slots(tile) for _, first, last in found]
+    found = [found[i] for i in np.argsort(short, kind="stable")]
+    tiles[0, 0], tiles[0, 2] = len(found), sum(short)
     tiles[1 : len(found) + 1] = np.reshape(found, (-1, 3))
     return np.argsort(ids, kind="stable"), tiles
 
@@ -73,13 +76,17 @@ def run(
     target: Target = AMPERE,
 ) -> tuple[Tensor, Array, Array]:
     """y of all slots, the expert of each, and its row of x."""
-    order, tiles = routing(ids, spec.experts, schedule.tokens)
+    (order, tiles), tokens = routing(ids, spec.experts, schedule.tokens), len(x)
     rows = (order % len(x)).astype(np.int32)
+    if isinstance(schedule, ExpertsSchedule) and not schedule.gather:
+        x, rows = x[rows].contiguous(), np.arange(len(rows), dtype=np.int32)
     y = torch.full((len(ids), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
     w = pack(spec, **weight)
     slots = {"rows": torch.from_numpy(rows), "tiles": torch.from_numpy(tiles)}
-    run_launch(compiled(spec, schedule, target), w, True, 0, x=x, y=y, m=len(ids), **slots)
-    return y, ids[order], rows
+    kernel = compiled(spec, schedule, target)
+    given = x_arguments(kernel, spec, x)
+    run_launch(kernel, w, True, 0, y=y, m=len(ids), **slots, **given)
+    return y, ids[order], (order % tokens).astype(np.int32)
 
 
 def is_right(
@@ -154,7 +161,7 @@ def test_which_kernel_serves_which_tiles() -> None:
         for target in (HOPPER, AMPERE)
     }
     few, many = ExpertsDecodeSchedule, ExpertsSchedule
-    assert kinds[HOPPER] == dict.fromkeys((8, 16, 32, 64), few) | dict.fromkeys((128, 192), many)
+    assert kinds[HOPPER] == dict.fromkeys((8, 16, 32, 64), few) | dict.fromkeys((96, 128, 192, 256), many)
     assert kinds[AMPERE] == dict.fromkeys((8, 16), few) | dict.fromkeys((32, 64, 128, 192), ExpertsMmaSchedule)
 
 
@@ -218,17 +225,39 @@ def test_a_row_depends_on_no_other(schedule: AnySchedule) -> None:
 HALVED = (FEW_HALVED, replace(FEW_BY_WGMMA, split_k=2, cluster=2, max_blocks_per_sm=1))
 
 
-@pytest.mark.parametrize("schedule", [SMALL, ExpertsSchedule(32), FEW, FEW_BY_WGMMA, *HALVED], ids=str)
+LARGE = (ExpertsSchedule(32), ExpertsSchedule(32, gather=True))
+
+
+@pytest.mark.parametrize("schedule", [SMALL, *LARGE, FEW, FEW_BY_WGMMA, *HALVED], ids=str)
 @pytest.mark.parametrize("name", ["one", "uneven", "some elsewhere", "none here"])
 def test_on_hopper(name: str, schedule: AnySchedule) -> None:
     assert is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), schedule, ROUTINGS[name], 5, HOPPER)
 
 
+@pytest.mark.parametrize("schedule", [ExpertsSchedule(64), ExpertsSchedule(64, 64, 6, gather=True)], ids=str)
 @pytest.mark.parametrize("choices", [choices for choices, _ in CASES], ids=str)
-def test_any_format_by_wgmma(choices: dict[str, Any]) -> None:
+def test_any_format_by_wgmma(choices: dict[str, Any], schedule: ExpertsSchedule) -> None:
     ids = np.random.default_rng(1).choice(3, 90, p=[0.5, 0.1, 0.4])
     spec: dict[str, Any] = {"k": 768, "experts": 3} | choices
-    assert is_right(MatmulSpec(**spec), ExpertsSchedule(64), ids, 11, HOPPER)
+    assert is_right(MatmulSpec(**spec), schedule, ids, 11, HOPPER)
+
+
+TILES = {
+    "of both kinds": [148, 30, 200, 5, 128, 0, 33],
+    "short alone": [3, 32, 0, 1],
+    "none short": [128, 33, 256],
+}
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("slots", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("choices", [{"n": 48}, {"n": 144, "k": 512, "epilogue": "silu_mul"}], ids=str)
+def test_short_tiles(choices: dict[str, Any], slots: list[int], gather: bool) -> None:
+    """Tiles of up to 32 of 128 slots are multiplied by narrower products, after all others."""
+    ids = np.random.default_rng(1).permutation(np.repeat(np.arange(len(slots)), slots))
+    spec = {"k": 256, "weight": "u4", "group_size": 64} | choices | {"n": choices["n"] * len(slots)}
+    schedule = ExpertsSchedule(128, 64, 4, last_tokens=32, gather=gather)
+    assert is_right(MatmulSpec(**spec, experts=len(slots)), schedule, ids, 11, HOPPER)
 
 
 # -- errors
@@ -323,6 +352,9 @@ def _without_its_last_barrier(work: ExpertWork, block: Any) -> None:
 RUN, TILE = ExpertWork.run, ExpertTiles.tile
 MUTATIONS: dict[str, tuple[AnySchedule, Any, str, Any]] = {
     "the end of the tile before": (SMALL, Turn, "end_of", lambda self, inside: self.here.end),
+    "short tiles that are not told apart": (
+        ExpertsSchedule(128, 64, 4, last_tokens=32), ExpertTiles, "short", lambda self: self.count
+    ),
     "no rows of their own": (SMALL, ExpertOrder, "first", lambda self: self._position(self.block + 1)),
     "the slots of another": (FEW, ExpertTiles, "tile", lambda self, number: TILE(self, number + 1)),
     "rows of all experts": (FEW, ExpertWork, "first_row", lambda self: self.tile * self.plan.schedule.rows),
@@ -336,5 +368,6 @@ def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(*change)
     right = False
     with contextlib.suppress(EmulatorError):
-        right = is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), schedule, ROUTINGS["uneven"], 5)
+        target = HOPPER if isinstance(schedule, ExpertsSchedule) else AMPERE
+        right = is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), schedule, ROUTINGS["uneven"], 5, target)
     assert not right

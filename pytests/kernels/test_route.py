@@ -15,6 +15,7 @@ import lowbit
 from lowbit.dialect.errors import EmulatorError
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels import route as kernel_module
+from lowbit.passes.kernels.experts.schedule import short_slots
 from lowbit.passes.kernels.route import route_program
 from lowbit.pylib.experts.by_kernel import route_by_kernel
 from lowbit.pylib.experts.routing import Routing, route
@@ -35,7 +36,8 @@ def run(kernel: Kernel, ids: Tensor, tile: int) -> Routing:
     shapes = (places,), (places,), (places + 1, 3), tuple(ids.shape)
     rows, numbers, tiles, slots = (torch.full(shape, 0x55AA, dtype=torch.int32) for shape in shapes)
     words = ids.contiguous().view(torch.int32)
-    kernel(ids=words, rows=rows, numbers=numbers, slots=slots, tiles=tiles, m=len(ids), tile=tile)
+    sizes = {"m": len(ids), "tile": tile, "short": short_slots(tile)}
+    kernel(ids=words, rows=rows, numbers=numbers, slots=slots, tiles=tiles, **sizes)
     return Routing(rows, numbers, tiles, slots)
 
 
@@ -65,7 +67,10 @@ def test_numbers_of_places(tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "tile"),
-    [(3, 1, 1, 16), (4099, 1, 8, 192), (33, 8, 128, 16), (26, 10, 512, 16), (9, 16, 31, 64), (5, 3, 32, 1)],
+    [
+        *((3, 1, 1, 16), (4099, 1, 8, 192), (33, 8, 128, 16), (26, 10, 512, 16), (9, 16, 31, 64), (5, 3, 32, 1)),
+        *((160, 4, 4, 128), (150, 4, 40, 256), (650, 1, 4, 128)),
+    ],
 )
 def test_numbers_of_experts(tokens: int, top_k: int, experts: int, tile: int) -> None:
     assert is_right(any_ids(tokens, top_k, experts, torch.int32), experts, tile)

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from lowbit.pylib.experts.routing import route
 from lowbit.pylib.nn import experts as experts_module
 from lowbit.pylib.nn import stacked_experts
 from lowbit.pylib.nn.gated_linear import GatedLinear, alternating
-from lowbit.pylib.reference import multiplied
+from lowbit.pylib.reference import matmul, multiplied, random_inputs
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.runtime.quantizers import EmulatorQuantizer
 from lowbit.pylib.weights.packed import pack
@@ -721,6 +721,36 @@ def test_other_gates_are_applied_by_torch(gate: Callable[[Tensor], Tensor], monk
 def test_a_token_tile_holds_more_than_the_mean(slots: int, tile: int) -> None:
     assert tile_for((8, 16, 32, 64, 128, 192), slots, experts=4) == tile
     assert tile_for((16, 32), slots, experts=4) == max(16, min(tile, 32))
+
+
+@pytest.mark.parametrize(
+    ("slots", "tile"),
+    [(20, 8), (44, 16), (168, 32), (224, 64), (300, 96), (420, 128), (720, 192), (721, 256), (9999, 256)],
+)
+def test_large_tiles_where_short_ones_are_cheaper(slots: int, tile: int) -> None:
+    assert tile_for((8, 16, 32, 64, 96, 128, 192, 256), slots, experts=4) == tile
+
+
+@pytest.mark.parametrize("choices", [{}, {"compute": "f8e4m3"}], ids=str)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_rows_for_wgmma_are_written_in_order(choices: dict[str, Any], in_order: bool) -> None:
+    """A launch gathers them, unless they are in the order of slots as they are. Both give what a list would."""
+    spec = MatmulSpec(3 * 32, 256, "u4", 64, act="bf16", experts=3, **choices)
+    mm = expert_matmul(spec, parse_target("emulator:sm_90a"))
+    x, tensors = random_inputs(replace(spec, experts=1), 40)
+    ids = torch.arange(40).view(40, 1) * 7 % 3
+    routing, weight = route(ids, 3, 128), pack(spec, **tensors).tensors
+    if in_order:
+        x, rows = x[routing.rows.long()], routing.numbers
+    else:
+        rows = routing.rows
+    y = mm(x, rows, routing.tiles, weight, 128, in_order)
+    assert not cast(Any, mm.kernel(128, 40).schedule).gather
+    right = matmul(replace(spec, experts=1), x, **tensors)
+    expert = ids.flatten().sort().values
+    columns = expert[:, None] * spec.outputs + torch.arange(spec.outputs)
+    expected = torch.from_numpy(right)[rows.long()].gather(1, columns)
+    assert torch.allclose(y.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
 def matmul_of_experts() -> Any:

@@ -25,7 +25,7 @@ def routings(draw: st.DrawFn) -> tuple[Ids, int, int]:
     tokens, k, experts = draw(st.integers(0, 40)), draw(st.integers(1, 10)), draw(st.integers(1, 12))
     ids = st.integers(-3, experts + 3) if draw(st.booleans()) else st.integers(0, experts - 1)
     found = draw(st.lists(ids, min_size=tokens * k, max_size=tokens * k))
-    return np.array(found, np.int64).reshape(tokens, k), experts, draw(st.sampled_from([1, 2, 3, 16, 32]))
+    return np.array(found, np.int64).reshape(tokens, k), experts, draw(st.sampled_from([1, 2, 3, 16, 128]))
 
 
 def defined(ids: Ids, experts: int, tile: int) -> tuple[list[int], list[list[int]]]:
@@ -41,7 +41,8 @@ def defined(ids: Ids, experts: int, tile: int) -> tuple[list[int], list[list[int
         end = first + flat.count(expert)
         tiles += [[expert, slot, min(slot + tile, end)] for slot in range(first, end, tile)]
         first = end
-    table = [[len(tiles), first, 0], *tiles]
+    short = [each for each in tiles if tile == 128 and each[2] - each[1] <= 32]
+    table = [[len(tiles), first, len(short)], *(each for each in tiles if each not in short), *short]
     return rows, table + [[0, 0, 0]] * (len(flat) + 1 - len(table))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,7 @@ from lowbit.passes.kernels.eight_bit_experts import legality
 from lowbit.passes.kernels.eight_bit_experts.schedule import EightBitExpertsSchedule
 from lowbit.passes.kernels.eight_bit_prefill.family import PRODUCTS
 from lowbit.passes.kernels.eight_bit_prefill.legality import spills
+from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
 from lowbit.passes.kernels.experts.family import Experts
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.expert_family import ExpertFamily, with_fewest_columns
@@ -34,19 +36,29 @@ class EightBitExperts(ExpertFamily[EightBitExpertsSchedule]):
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitExpertsSchedule]:
         """The first that fits of those whose rounds go through the fewest columns, or a tenth more."""
-        every = self._with_panels(token_tile, _PANELS)
+        every = self._with_short_tiles(self._with_panels(token_tile, _PANELS))
         plans = {s: PersistentPlan(spec, s, WGMMA) for s in every if self.fits(spec, s, target)}
         return with_fewest_columns(plans)[:1]
 
     def every(self, token_tile: int) -> Iterator[EightBitExpertsSchedule]:
         allowed = EightBitExpertsSchedule.allowed
-        return self._with_panels(token_tile, list(product(allowed["panel_k"], allowed["num_stages"])))
+        whole = self._with_panels(token_tile, list(product(allowed["panel_k"], allowed["num_stages"])))
+        return (each for s in whole for each in dict.fromkeys((s, *self._with_short_tiles([s]))))
 
     def _with_panels(self, token_tile: int, panels: Sequence[tuple[int, int]]) -> Iterator[EightBitExpertsSchedule]:
         """Yields schedules with these columns and stages of panels."""
         for (panel_k, stages), (parts, banks) in product(panels, PRODUCTS):
             if token_tile % (16 * parts) == 0:
                 yield EightBitExpertsSchedule(token_tile, panel_k, stages, parts=parts, banks=banks)
+
+    def _with_short_tiles(self, schedules: Iterable[EightBitExpertsSchedule]) -> Iterator[EightBitExpertsSchedule]:
+        """Yields these schedules, with narrower products for short tiles where there may be such."""
+        for s in schedules:
+            yield replace(s, last_tokens=next(iter(s.slice_sizes(1)), 0))
+
+    def x_boxes(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> Mapping[str, tuple[int, int]]:
+        copies = bytes_plan(spec, schedule, WGMMA).base.x
+        return copies.boxes if copies.by_boxes else {}
 
     def spills(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> bool:
         return spills(spec, schedule)

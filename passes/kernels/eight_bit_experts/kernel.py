@@ -1,8 +1,8 @@
 """The matmul kernel for a weight of several experts and activations of 8 bits on Hopper: what is multiplied is that of
 `passes.kernels.eight_bit_prefill.kernel`, and whose it is that of `passes.kernels.experts.kernel`.
 
-Codes go straight to registers, since a thread counts the copies of x that it has begun. The scale of a slot is that of
-its row of x, which the list of slots names.
+Where rows of x come by cp.async, codes go straight to registers, since a thread counts the copies that it has begun.
+The scale of a slot is that of its row of x, which the list of slots names.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from lowbit.passes.kernels.eight_bit_prefill.wgmma import ByteWgmmaMultiplier
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.kernel import Kernel, Parts
 from lowbit.passes.kernels.persistent.listed_panels import ListedPanels
-from lowbit.passes.kernels.persistent.stores import DirectStore
+from lowbit.passes.kernels.persistent.panels import BoxPanels
+from lowbit.passes.kernels.persistent.stores import StagedStore
 
 
 def eight_bit_experts_matmul(spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> ir.Module:
     """The tile program of a matmul of experts and activations of 8 bits, in a module of its own."""
     plan, banks = bytes_plan(spec, schedule, WGMMA), schedule.banks
     parts = Parts(
-        panels=ListedPanels,
-        store=DirectStore,
+        panels=ListedPanels if schedule.gathers else BoxPanels,
+        store=StagedStore,
         weight=lambda p: ByteWeight(p, plan.in_f16 if spec.folds else plan),
         multiplier=lambda p, panels, weight: ByteWgmmaMultiplier(p, plan, banks, panels, weight),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
+from lowbit.passes.kernels.experts.schedule import ExpertsSchedule, short_slots
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class EightBitExpertsSchedule(EightBitPrefillSchedule):
     parts, banks  as there
     cluster, split_k, last_split_k  1
     stream_k      "off"
-    last_tokens   0
+    last_tokens   slots of short tiles, no more than those of a product, or 0: as in `ExpertsSchedule`
+    gather        as there, of the bytes of x: its scales are those that the list names
     """
 
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -29,3 +30,13 @@ class EightBitExpertsSchedule(EightBitPrefillSchedule):
     }
 
     tokens: int = 128
+    gather: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        return self.gather
+
+    def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
+        """Returns the values of `last_tokens` besides 0: that of the table of tiles."""
+        short = short_slots(self.tokens)
+        return (short,) if 0 < short <= self.part_tokens else ()

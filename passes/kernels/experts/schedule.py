@@ -8,6 +8,14 @@ from typing import Any, ClassVar
 
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 
+_SHORT = 4  # times as many slots as a short tile has at most are those of a tile
+_LEAST = 128  # slots of a tile, from which on there are short ones
+
+
+def short_slots(tile: int) -> int:
+    """Returns how many slots a short tile has at most, where tiles have up to `tile`; 0 where none is short."""
+    return tile // _SHORT if tile >= _LEAST else 0
+
 
 @dataclass(frozen=True)
 class ExpertsSchedule(PrefillSchedule):
@@ -15,11 +23,13 @@ class ExpertsSchedule(PrefillSchedule):
 
     tokens        slots of a tile, which are those of one expert: 32, 64, 96, 128, 192 or 256. Who makes the table of
                   tiles must know it
+    last_tokens   slots of short tiles (`short_slots`), which narrower products multiply; 0: those of others do
+    gather        whether the rows of x are those that a list names; if not, the list is not read: a slot has the row of
+                  its own number, which the copy engine brings, and a launch before may have put it there
     panel_k       columns of x that are copied and multiplied at a time: 64 or 128
     num_stages    panels of x in shared memory: 4, 6 or 8
     cluster, split_k, last_split_k  1
     stream_k      "off"
-    last_tokens   0
     """
 
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -29,8 +39,19 @@ class ExpertsSchedule(PrefillSchedule):
         "cluster": (1,),
         "split_k": (1,),
         "stream_k": ("off",),
-        "last_tokens": (0,),
+        "last_tokens": (0, 32, 48, 64),
         "last_split_k": (1,),
+        "gather": (False, True),
     }
 
     tokens: int = 128
+    gather: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        return self.gather
+
+    def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
+        """Returns the values of `last_tokens` besides 0: that of the table of tiles."""
+        short = short_slots(self.tokens)
+        return (short,) if short else ()

@@ -49,7 +49,7 @@ class ExpertFamily(KernelFamily[S]):
         """Tells whether a thread is likely to need more registers than it has."""
 
 
-def with_fewest_columns(plans: Mapping[S, PersistentPlan]) -> list[S]:
-    """Returns the schedules whose rounds go through the fewest columns, or a tenth more, in their order."""
+def with_fewest_columns(plans: Mapping[S, PersistentPlan], most_wasted: float = _MOST_WASTED) -> list[S]:
+    """Returns the schedules whose rounds go through the fewest columns, or so many times as many, in their order."""
     columns = {s: plan.tiles.columns for s, plan in plans.items()}
-    return [s for s, some in columns.items() if some <= _MOST_WASTED * min(columns.values())]
+    return [s for s, some in columns.items() if some <= most_wasted * min(columns.values())]

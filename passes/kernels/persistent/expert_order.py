@@ -1,7 +1,7 @@
 """Which tiles a block computes where a weight has several experts, and a token goes to some of them: `ExpertOrder`.
 
 Tiles of rows of a token tile (`ExpertTiles`) follow one another, so that blocks read the same slots, and the weight of
-one expert, at the same time.
+one expert, at the same time. Short tiles, if the schedule has a shape for them, come behind all others.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from lowbit.passes.kernels.expert_tiles import ExpertTiles
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import WARPS
 from lowbit.passes.kernels.persistent.tile_order import Position, Turn
+from lowbit.passes.kernels.persistent.tiles import TileShape
 
 
 class ExpertOrder:
-    """The tiles of a block. Blocks take turns, as in `TileOrder`; every tile is whole, with all of k."""
+    """The tiles of a block. Blocks take turns, as in `TileOrder`; every tile has all of k."""
 
     first_round: Index = 0
 
@@ -30,17 +31,26 @@ class ExpertOrder:
 
     def count(self) -> Scalar:
         """How many tiles the block has."""
-        return (self.tiles + self.blocks - 1 - self.block) // self.blocks
+        return self._of_block(self.tiles)
+
+    def count_long(self) -> Scalar:
+        """How many of them are not short."""
+        return self._of_block(self.tiles - self._table.short() * self.shapes.row_tiles)
+
+    def _of_block(self, tiles: Scalar) -> Scalar:
+        """How many of so many tiles the block has."""
+        return (tiles + self.blocks - 1 - self.block) // self.blocks
 
     def first(self) -> Position:
         """Where the first tile of the block is."""
         return self._position(self.block)
 
-    def turn(self, number: Scalar, count: Scalar) -> Turn:
-        """The turn of the tile of this number, of so many, counted in the block."""
+    def turn(self, number: Scalar, count: Scalar, shape: TileShape | None = None) -> Turn:
+        """The turn of the tile of this number, of so many, counted in the block. shape: None: whole."""
         tile, rounds = self.block + number * self.blocks, self.shapes.rounds
         here, next_, has_next = self._position(tile), self._position(tile + self.blocks), number + 1 < count
-        return Turn(self.shapes.whole, number, here, next_, has_next, 0, Scalar.of(rounds), 0, rounds, number * rounds)
+        shape = shape or self.shapes.whole
+        return Turn(shape, number, here, next_, has_next, 0, Scalar.of(rounds), 0, rounds, number * rounds)
 
     def _position(self, tile: Scalar) -> Position:
         """Where a tile is, and for one beyond the last where the last is; without tiles, a place that may be read."""

@@ -64,7 +64,7 @@ from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.stores import Store
 from lowbit.passes.kernels.persistent.stream_order import StreamOrder
-from lowbit.passes.kernels.persistent.tile_order import Order, TileOrder, Turn
+from lowbit.passes.kernels.persistent.tile_order import TileOrder, Turn
 from lowbit.passes.kernels.persistent.tiles import TileShape
 from lowbit.passes.kernels.persistent.weight import WeightSide
 from lowbit.passes.kernels.persistent.workspace import Workspace
@@ -134,12 +134,31 @@ class Kernel:
         self.panels.copy_first(self.order, first, first_round)
         self.multiplier.await_first()
         self._await_signals()
-        mine = self.order.count()
-        with p.loop(0, mine, self.weight.registers.flat()) as loop:
-            loop.results = self._tile(self.order.turn(loop.index, mine), loop.carried)
-        if tiles.slice and isinstance(self.order, TileOrder):
-            self._compute_slice(self.order, tiles.slice, mine, loop.carried)
+        if isinstance(self.order, ExpertOrder):
+            mine = self._compute_tiles_of_experts(self.order)
+        else:
+            mine = self._compute_tiles(self.order)
         self._leave(mine)
+
+    def _compute_tiles(self, order: TileOrder) -> Scalar:
+        """Computes the block's tiles, and its slice if it has one. Returns how many tiles are whole."""
+        p, mine = self.p, order.count()
+        with p.loop(0, mine, self.weight.registers.flat()) as loop:
+            loop.results = self._tile(order.turn(loop.index, mine), loop.carried)
+        if slice_ := self.plan.tiles.slice:
+            self._compute_slice(order, slice_, mine, loop.carried)
+        return mine
+
+    def _compute_tiles_of_experts(self, order: ExpertOrder) -> Scalar:
+        """Computes the block's tiles, those of each shape in a loop of their own. Returns how many there are."""
+        p, mine, first, carried = self.p, order.count(), Scalar.of(0), self.weight.registers.flat()
+        shapes = self.plan.tiles.shapes
+        ends = (order.count_long(), mine) if len(shapes) > 1 else (mine,)
+        for shape, end in zip(shapes, ends):
+            with p.loop(first, end - first, carried) as loop:
+                loop.results = self._tile(order.turn(loop.index, mine, shape), loop.carried)
+            first, carried = end, loop.carried
+        return mine
 
     def _make_parts(self) -> None:
         """Makes the parts, which allocate what they need of shared memory and registers."""
@@ -152,7 +171,7 @@ class Kernel:
         """Finds out which tiles a block computes, of so many, and which rounds of them."""
         self.workspace = None
         if self.plan.spec.experts > 1:
-            self.order: Order = ExpertOrder(self.p, self.plan, block, blocks)
+            self.order: TileOrder | ExpertOrder = ExpertOrder(self.p, self.plan, block, blocks)
             return
         kind = StreamOrder if self.schedule.streams else TileOrder
         self.order = kind(self.plan, self.p["m"], block, blocks, self.rank)

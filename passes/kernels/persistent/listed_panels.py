@@ -21,13 +21,15 @@ class ListedPanels(Panels):
         self._stages = p.alloc_shared(spec.x.operand, (s.num_stages, 1, parts, s.tokens, width), swizzle=128)
         shape, strides = (-(-spec.k // s.panel_k), parts, -1, width), (s.panel_k, width, spec.k, 1)
         self._x = p.global_view(p["x"], spec.x.operand, shape, strides, sizes=[p["m"]])
-        self._layout = copy_layout((1, parts, s.tokens, width), s.threads, spec.x.per_vector)
+        self._layouts = {
+            tokens: copy_layout((1, parts, tokens, width), s.threads, spec.x.per_vector) for tokens in plan.tiles.tokens
+        }
         self._limit = (s.panel_k, width, 0, 1, spec.k) if spec.k % s.panel_k else ()
         self._boundary = ("none" if plan.tiles.columns == spec.k else "zero", "none", "zero", "none")
 
     def copy_first(self, order: Order, first: Position, first_round: Index) -> None:
         for panel in range(self.round.ahead):
-            self._copy(panel, first.token, first.end, panel)
+            self._copy(self.schedule.tokens, panel, first.token, first.end, panel)
 
     def copy_first_of_slice(self, turn: Turn, order: Order) -> None:
         """Does nothing: no tiles are cut."""
@@ -36,7 +38,8 @@ class ListedPanels(Panels):
         """Copies it to the stage of the panel before the last one. What is copied beyond the last tile of a block is
         not read."""
         inside, token, column = self.later(turn, index, panel)
-        self._copy((panel + self.round.ahead) % self.schedule.num_stages, token, turn.end_of(inside), column)
+        stage = (panel + self.round.ahead) % self.schedule.num_stages
+        self._copy(turn.shape.tokens, stage, token, turn.end_of(inside), column)
 
     def wait(self, turn: Turn, index: Scalar, panel: int) -> Memory:
         self.p.wait(self.round.ahead - 1)
@@ -50,9 +53,10 @@ class ListedPanels(Panels):
     def _stage(self, stage: int) -> Memory:
         return self.p.stage(self.p.stage(self._stages, stage), 0)
 
-    def _copy(self, stage: int, token: Scalar, end: Scalar | None, panel: Index) -> None:
-        """Starts to copy a panel of slots, counted in the tile; zeros beyond the last slot and the last column."""
+    def _copy(self, tokens: int, stage: int, token: Scalar, end: Scalar | None, panel: Index) -> None:
+        """Starts to copy a panel of so many slots, counted in the tile; zeros beyond the last slot and column. The tile
+        that follows has no more than this one, since short tiles are the last."""
         p, target = self.p, self.p.stage(self._stages, stage)
         rows = p.global_view(p["rows"], "i32", (-1,), sizes=[p["m"] if end is None else end])
-        p.copy_rows(self._x, rows, target, (panel, 0, token, 0), 2, self._layout, self._boundary, self._limit)
+        p.copy_rows(self._x, rows, target, (panel, 0, token, 0), 2, self._layouts[tokens], self._boundary, self._limit)
         p.commit()

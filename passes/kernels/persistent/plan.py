@@ -57,13 +57,13 @@ class PersistentPlan:
     @cached_property
     def x(self) -> XCopies:
         swizzled = self.engine.asynchronous
-        return XCopies(self.spec, self.schedule, self.tiles, swizzled, by_boxes=swizzled and self.spec.experts == 1)
+        gathered = self.spec.experts > 1 and self.schedule.gathers
+        return XCopies(self.spec, self.schedule, self.tiles, swizzled, by_boxes=swizzled and not gathered)
 
     @cached_property
     def staging(self) -> Staging | None:
         """None where y leaves from registers."""
-        turns = self.engine.asynchronous and self.spec.experts == 1
-        return Staging(self.spec, self.schedule) if turns else None
+        return Staging(self.spec, self.schedule) if self.engine.asynchronous else None
 
     @cached_property
     def shared_bytes(self) -> int:

@@ -133,6 +133,11 @@ class PrefillSchedule(KernelSchedule):
         return self.stream_k != "off"
 
     @property
+    def gathers(self) -> bool:
+        """Whether rows of x are those that a list names, where a weight has several experts."""
+        return True
+
+    @property
     def cluster_blocks(self) -> int:
         """Blocks of a cluster."""
         return self.cluster * self.split_k

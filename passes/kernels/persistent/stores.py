@@ -42,18 +42,19 @@ class StagedStore:
         at_a_time, pitch = staging.tokens, staging.pitch
         shape = (WARPS, staging.rows, at_a_time)
         self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))
+        self._unit = plan.tiles.unit
 
     def store(self, total: Tile, place: Position, token: Scalar) -> None:
-        p, row_tile = self.p, place.row_tile
-        numbers = self._epilogue.numbers(total, row_tile * ROWS_OF_TILE, token)
+        p = self.p
+        numbers = self._epilogue.numbers(total, place.row_tile * (ROWS * self._unit), token)
         for first, tokens in self._staging.pieces(total.shape[1]):
             part = p.slice(numbers, 1, first, tokens)
             p.store(p.reshape(part, (WARPS, self._staging.rows, tokens)), self._turned, (0, 0, 0))
             p.barrier("warps", 1)
-            self._store_part(row_tile, token + first, tokens)
+            self._store_part(place, token + first, tokens)
             p.barrier("warps", 1)
 
-    def _store_part(self, row_tile: Scalar, token: Scalar, tokens: int) -> None:
+    def _store_part(self, place: Position, token: Scalar, tokens: int) -> None:
         """Some tokens from shared memory to y, in pieces of neighbouring rows."""
         p, rows, piece = self.p, self._staging.rows, self._rows_of_piece(tokens)
         across = rows // piece  # pieces of a token's rows
@@ -61,20 +62,21 @@ class StagedStore:
         layout = spatial(WARPS, 1, 1).local(1, across // lanes, 1).local(1, 1, tokens * lanes // 32)
         layout = layout.spatial(1, 1, 32 // lanes).spatial(1, lanes, 1).local(1, piece, 1)
         turned = p.load(self._turned, (0, 0, 0), layout)
-        pieces = WARPS * rows // piece
         boundary = (self._epilogue.outside("skip"), "none", "skip")
-        p.store(p.reshape(turned, (pieces, piece, tokens)), self._y(piece), (row_tile * pieces, 0, token), boundary)
+        numbers, first = p.reshape(turned, (WARPS * rows // piece, piece, tokens)), self._unit * rows // piece
+        p.store(numbers, self._y(piece, place.end), (place.y_tile * first, 0, token), boundary)
 
     def _rows_of_piece(self, tokens: int) -> int:
         """Returns how many neighbouring rows a lane stores at once: as many as divide every token's row of y, and leave
         all lanes of a warp as many pieces."""
         return math.gcd(self.spec.outputs, self.spec.y.per_vector, self._staging.rows * tokens // 32)
 
-    def _y(self, piece: int) -> Memory:
-        """The result in pieces of rows: [pieces, rows of a piece, tokens]."""
+    def _y(self, piece: int, end: Scalar | None) -> Memory:
+        """The result in pieces of rows: [pieces, rows of a piece, tokens]. end: the token before which it ends; None:
+        m."""
         p, n = self.p, self.spec.outputs
         shape = (-(-n // piece), piece, -1)
-        return p.global_view(p["y"], self.spec.out_dtype, shape, (piece, 1, n), sizes=[p["m"]])
+        return p.global_view(p["y"], self.spec.out_dtype, shape, (piece, 1, n), sizes=[p["m"] if end is None else end])
 
 
 class DirectStore:

@@ -17,7 +17,8 @@ MOST_BLOCKS = 144  # that run at a time: all multiprocessors of a GH100
 
 @dataclass(frozen=True)
 class TileShape:
-    """How much a block computes at a time: of a whole tile, or of a slice of one that is cut.
+    """How much a block computes at a time: of a whole tile, of a slice of one that is cut, or of a short one of
+    experts.
 
     tokens   of all blocks that have it
     split_k  blocks of a cluster that have the same one and a part of k each

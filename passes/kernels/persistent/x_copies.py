@@ -25,8 +25,8 @@ class XCopies:
 
     @property
     def parameters(self) -> dict[int, str]:
-        """The parameter that x is copied by, for tiles or slices of so many tokens."""
-        return dict(zip(self.tiles.tokens, ("x", "last_x")))
+        """The parameter that x is copied by, for tiles or slices of so many tokens: one for each size of boxes."""
+        return dict(zip(self.tiles.tokens, ("x", "last_x" if self.by_boxes else "x")))
 
     @property
     def kinds(self) -> dict[str, str]:
