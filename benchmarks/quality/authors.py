@@ -1,30 +1,33 @@
 """Quantizers beside the code of other libraries: `python -m benchmarks quality --references`.
 
-Each adapter takes the weight of a layer [n, k] in f32 and returns it quantized and dequantized by a library of PyPI.
-Those whose library is not installed are left out, with a sentence. Layers are those of `layers.py`, an error is the
-squared error of a layer's output on held-out text and on text of another kind, and the table has the ratio of our error
-to theirs at equal bits. GGUF's types are beside llama.cpp in `references.py`.
+What other code makes of a layer comes from `adapters.py`. References whose code is not there are left out, with a
+sentence. Layers are those of `layers.py`, an error is the squared error of a layer's output on held-out text and on
+text of another kind, and the table has the ratio of our error to theirs at equal bits. GGUF's types are beside
+llama.cpp in `references.py`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import lowbit
+from benchmarks.quality import adapters
 from benchmarks.quality.layers import TEXTS, Layer
-from benchmarks.quality.ranges import by_kurtosis, loss, loss_of, mean
+from benchmarks.quality.ranges import by_kurtosis, loss_of, mean
 from benchmarks.quality.references import FAIR
 from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 
 SECTION = Section("authors", "authors")
+CLONES = {"gptq": "clone IST-DASLab/gptq onto PYTHONPATH", "spqr_engine": "clone Vahe1994/SpQR onto PYTHONPATH"}
+"""How to get what is no package of the same name, by what is imported."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,13 @@ class Reference:
 
     name      what the table calls it
     library   what is imported
-    quantize  returns a weight [n, k] in f32, quantized and dequantized
-    ours      of the same bits per weight
+    quantize  what it makes of a weight
+    ours      of the same bits per weight; with outliers, of at most as many
     """
 
     name: str
     library: str
-    quantize: Callable[[Tensor], Tensor]
+    quantize: adapters.Adapter
     ours: lowbit.QuantConfig
 
     @property
@@ -48,86 +51,62 @@ class Reference:
         return importlib.util.find_spec(self.library) is not None
 
 
-def _bitsandbytes(weight: Tensor) -> Tensor:
-    from bitsandbytes import functional  # type: ignore[import-not-found]
-
-    codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    return functional.dequantize_4bit(codes, state).float()
-
-
-def _mx(mode: str) -> Callable[[Tensor], Tensor]:
-    def quantize(weight: Tensor) -> Tensor:
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode  # type: ignore[import-not-found]
-        from torchao.prototype.mx_formats.mx_tensor import MXTensor  # type: ignore[import-not-found]
-
-        kind = ScaleCalculationMode[mode]
-        return MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32, kind).dequantize().float()
-
-    return quantize
-
-
-def _nvfp4(weight: Tensor) -> Tensor:
-    from torchao.prototype.mx_formats import nvfp4_tensor  # type: ignore[import-not-found]
-
-    scale = nvfp4_tensor.per_tensor_amax_to_scale(weight.abs().max())
-    return nvfp4_tensor.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=scale).dequantize().float()
-
-
-def _torchao_hqq(bits: int) -> Callable[[Tensor], Tensor]:
-    def quantize(weight: Tensor) -> Tensor:
-        from torchao.quantization import quant_primitives  # type: ignore[import-not-found]
-
-        search: Any = quant_primitives._choose_qparams_and_quantize_affine_hqq
-        given = {"axis": 1, "raw_output": True, "device": "cpu", "compute_dtype": torch.float32}
-        codes, scales, zeros, _ = search(weight, nbits=bits, group_size=64, **given)
-        levels = codes.float().unflatten(1, (-1, 64)) - zeros[..., None].half().float()
-        return (levels * scales[..., None].half().float()).flatten(1)
-
-    return quantize
+def _references() -> Iterator[Reference]:
+    """Yields what ours are compared with."""
+    preset = lowbit.QuantConfig.preset
+    yield Reference("bitsandbytes NF4, blocks of 64", "bitsandbytes", adapters.bitsandbytes, preset("nf4"))
+    for mode in ("FLOOR", "RCEIL", "EVEN"):
+        yield Reference(f"torchao MXFP4, {mode}", "torchao", adapters.mx(mode), preset("mxfp4"))
+    yield Reference("torchao NVFP4", "torchao", adapters.nvfp4, preset("nvfp4"))
+    for library, adapter in (("torchao", adapters.torchao_hqq), ("hqq", adapters.hqq)):
+        for bits in (4, 3, 2):
+            ours = lowbit.QuantConfig(f"u{bits}", 64, method="hqq")
+            yield Reference(f"{library} HQQ u{bits}, groups of 64", library, adapter(bits), ours)
+    for bits, group_size in ((4, 128), (3, 128), (2, 64)):
+        ours, name = lowbit.QuantConfig(f"u{bits}", group_size, method="gptq"), f"GPTQ u{bits}, groups of {group_size}"
+        order: Any = {"actorder": True, "static_groups": True}
+        yield Reference(name, "gptq", adapters.gptq(bits, group_size), ours)
+        yield Reference(f"{name}, act-order", "gptq", adapters.gptq(bits, group_size, **order), ours)
+        searched = adapters.gptq(bits, group_size, searched=True, **order)
+        yield Reference(f"{name}, act-order, searched ranges", "gptq", searched, ours)
+    spqr, name = preset("spqr"), "SpQR u3, act-order"
+    yield Reference(f"{name}, outliers", "spqr_engine", adapters.spqr(3, 0.2), spqr)
+    yield Reference(f"{name}, outliers, damping 1", "spqr_engine", adapters.spqr(3, 0.2, damping=1.0), spqr)
+    yield Reference(f"{name}", "spqr_engine", adapters.spqr(3, None), replace(spqr, outlier_threshold=None))
+    for bits, group_size in ((3, 128), (2, 64)):
+        ours = lowbit.QuantConfig(f"u{bits}", group_size, method="signround")
+        name = f"AutoRound u{bits}, groups of {group_size}"
+        yield Reference(name, "auto_round", adapters.auto_round(bits, group_size), ours)
 
 
-def _hqq(bits: int) -> Callable[[Tensor], Tensor]:
-    def quantize(weight: Tensor) -> Tensor:
-        from hqq.core.quantize import Quantizer  # type: ignore[import-not-found]
-
-        given = {"axis": 1, "device": "cpu", "compute_dtype": torch.float32}
-        return Quantizer.dequantize(*Quantizer.quantize(weight, nbits=bits, group_size=64, **given)).float()
-
-    return quantize
-
-
-OURS_HQQ = {kind: lowbit.QuantConfig(kind, 64, method="hqq") for kind in ("u4", "u3", "u2")}
-REFERENCES = (
-    Reference("bitsandbytes NF4, blocks of 64", "bitsandbytes", _bitsandbytes, lowbit.QuantConfig.preset("nf4")),
-    *(
-        Reference(f"torchao MXFP4, {mode}", "torchao", _mx(mode), lowbit.QuantConfig.preset("mxfp4"))
-        for mode in ("FLOOR", "RCEIL", "EVEN")
-    ),
-    Reference("torchao NVFP4", "torchao", _nvfp4, lowbit.QuantConfig.preset("nvfp4")),
-    *(
-        Reference(f"{library} HQQ {kind}, groups of 64", library, adapter(bits), OURS_HQQ[kind])
-        for library, adapter in (("torchao", _torchao_hqq), ("hqq", _hqq))
-        for bits, kind in ((4, "u4"), (3, "u3"), (2, "u2"))
-    ),
-)
+REFERENCES = tuple(_references())
 """What ours are compared with."""
 
 
 @torch.no_grad()
 def measure(given: Iterable[Layer]) -> Iterator[Record]:
-    """Yields a record for each layer: its kurtosis, and by reference the ratio of errors on each text but the first.
-    None where no library is installed."""
+    """Yields a record for each layer: its kurtosis, and by reference the ratio of errors on each text but the first;
+    where theirs has outliers, the part of the weights that are outliers, of ours and of theirs. None where no library
+    is installed."""
     found = [each for each in REFERENCES if each.is_there]
     for each in sorted({each.library for each in REFERENCES} - {each.library for each in found}):
-        print(f"{each} is left out: it is not installed (pip install {each})", file=sys.stderr)
+        print(f"{each} is left out: it is not installed ({CLONES.get(each, f'pip install {each}')})", file=sys.stderr)
     for layer in given if found else ():
-        ratios = {each.name: _ratios(layer, each) for each in found}
-        yield {"layer": layer.label, "kurtosis": round(layer.kurtosis, 2), "ratios": ratios}
+        yield {"layer": layer.label, "kurtosis": round(layer.kurtosis, 2), **_compared(layer, found)}
 
 
-def _ratios(layer: Layer, reference: Reference) -> list[float]:
-    theirs = reference.quantize(layer.weight.clone())
-    return [round(loss(layer, reference.ours, text) / loss_of(layer, theirs, text), 4) for text in TEXTS[1:]]
+def _compared(layer: Layer, references: Iterable[Reference]) -> Record:
+    calibration = layer.moments["calibration"]
+    quantized = cache(lambda config: lowbit.quantize(layer.weight, config, calibration))
+    ratios, outliers = dict[str, list[float]](), dict[str, list[float]]()
+    for each in references:
+        ours, theirs = quantized(each.ours), each.quantize(layer.weight.clone(), calibration)
+        losses = [[loss_of(layer, w, text) for text in TEXTS[1:]] for w in (ours.dequantize(), theirs.weight)]
+        ratios[each.name] = [round(mine / other, 4) for mine, other in zip(*losses)]
+        if theirs.outliers:
+            count = 0 if ours.outliers is None else ours.outliers.values().numel()
+            outliers[each.name] = [round(part, 5) for part in (count / layer.weight.numel(), theirs.outliers)]
+    return {"ratios": ratios, **({"outliers": outliers} if outliers else {})}
 
 
 def table(records: list[Record]) -> str:

@@ -31,7 +31,9 @@ from lowbit.pylib.torch_types import TORCH
 COPIES = 8  # temporaries of the search in f32, for each weight
 STEPS = {"mse": [0.1 * step for step in range(-10, 11)], "output": [0.2 * step for step in range(-5, 6)]}
 """The ranges of step 1, by how many levels they have more than the format; so few are as good."""
-ROUNDS = 4  # of step 1, after the ranges
+STEPS_WITHOUT_OFFSETS = [-1.0, -0.5, 0.0, 0.5, 1.0]
+"""The same, from each end of the levels: more gain less than 0.2 % of the output error."""
+ROUNDS, ROUNDS_WITHOUT_OFFSETS = 4, 2  # of step 1, after the ranges
 
 
 class Numbers(NamedTuple):
@@ -59,8 +61,15 @@ class Pair(NamedTuple):
     offsets: Numbers | None
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the numbers of each group, [rows, groups, 1]."""
-        return self.scales.values[..., None], None if self.offsets is None else self.offsets.values[..., None]
+        """Returns the numbers of each group, [rows, groups]."""
+        return self.scales.values, None if self.offsets is None else self.offsets.values
+
+
+class Rated(NamedTuple):
+    """Scales and offsets, and the squared error of each group [rows, groups]."""
+
+    pair: Pair
+    errors: Tensor
 
 
 class KQuant(NamedTuple):
@@ -72,8 +81,8 @@ class KQuant(NamedTuple):
     def dequantize(self, grid: Grid) -> Tensor:
         """Returns the weight [rows, k] in f32."""
         scales, offsets = self.pair.values()
-        values = grid.groups(grid.decode(self.codes)) * scales
-        return (values if offsets is None else values.add_(offsets)).flatten(1)
+        values = grid.groups(grid.decode(self.codes)) * scales[..., None]
+        return (values if offsets is None else values.add_(offsets[..., None])).flatten(1)
 
 
 def k_quant(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> KQuant:
@@ -130,24 +139,26 @@ def _searched(weight: Tensor, grid: Grid, importance: Tensor | None) -> KQuant:
     search = _Search(weight, grid, importance)
     best = search.coded(*search.whole_ranges())
     if grid.config.clip != "max":
-        best = search.better(best, search.with_neighbours(search.coded(*search.fitted())))
+        best = search.better(search.rated(best), search.with_neighbours(search.coded(*search.fitted())))
     return search.finish(best)
 
 
 class _Search:
     """The search in some rows of a weight.
 
-    groups   [rows, groups, group_size]
+    groups      [group_size, rows, groups]: sums over a group add up whole rows then, in half the time on a CPU
+    importance  the same, or [group_size, 1, groups], or []
+    low, high   the least and the largest weight of each group [rows, groups]
     """
 
     def __init__(self, weight: Tensor, grid: Grid, importance: Tensor | None) -> None:
         self.grid, self.level = grid, grid.config.bilevel
-        self.groups = grid.groups(weight)
-        self.importance = counts(weight, grid, importance)
-        self._counted = self.groups * self.importance
-        self._sums = self._total(torch.ones_like(self.groups)), self._counted.sum(-1)
-        self.steps = STEPS.get(grid.config.clip, [])
+        self.groups = _columns_first(grid.groups(weight))
+        self.importance = _columns_first(counts(weight, grid, importance))
+        self.low, self.high = self.groups.amin(0), self.groups.amax(0)
         self.has_offsets = grid.config.zeros == "offset"
+        self._counted, self._buffer = self.groups * self.importance, torch.empty_like(self.groups)
+        self._sums = self.importance.expand_as(self.groups).sum(0), self._counted.sum(0)
         self.kind = TORCH[self.level.scale if self.level else grid.config.scale_type]
         codes = dtype(grid.config.scale_type).values() if self.level else None
         self.least, self.most = (0.0, 0.0) if codes is None else (float(codes.min()), float(codes.max()))
@@ -161,21 +172,20 @@ class _Search:
             low, high = self._range()
             scales = (high - low) / (self.grid.most - self.grid.least)
             return scales, low - scales * self.grid.least
-        low, high = self.groups.aminmax(dim=-1)
-        scales = self.grid.reach(low, high, 0.0)
+        scales = self.grid.reach(self.low, self.high, 0.0)
         return scales, torch.zeros_like(scales)
 
     def _range(self) -> tuple[Tensor, Tensor]:
         """Returns the least and the largest weight of each group; 0 is between them where offsets can't be positive."""
-        low, high = self.groups.aminmax(dim=-1)
-        return (low, high) if self.is_signed else (low.clamp(max=0), high.clamp(min=0))
+        return (self.low, self.high) if self.is_signed else (self.low.clamp(max=0), self.high.clamp(min=0))
 
     def fitted(self) -> tuple[Tensor, Tensor]:
         """Returns the scales and offsets of least error, each fitted to the levels of a range or, then, to its own."""
-        best, (scales, offsets) = torch.full_like(self.groups[..., 0], torch.inf), self.whole_ranges()
-        for levels in chain(self._levels(), repeat(None, ROUNDS)):
+        best, (scales, offsets) = torch.full_like(self.low, torch.inf), self.whole_ranges()
+        rounds = ROUNDS if self.has_offsets else ROUNDS_WITHOUT_OFFSETS
+        for levels in chain(self._levels(), repeat(None, rounds)):
             if levels is None:
-                levels = self.grid.nearest(self._over_scales(scales[..., None], offsets[..., None]))
+                levels = self.grid.nearest(self._over_scales(scales, offsets if self.has_offsets else None))
             s, o, error = self._least_squares(levels)
             better = error < best
             best = torch.where(better, error, best)
@@ -187,26 +197,28 @@ class _Search:
         least, most = self.grid.least, self.grid.most
         if self.has_offsets:
             low, high = self._range()
-            for step in self.steps:
+            for step in STEPS[self.grid.config.clip]:
                 inverse = _quotient(torch.full_like(high, most - least + step), high - low)
-                yield self.grid.nearest((self.groups - low[..., None]).mul_(inverse[..., None]).add_(least))
+                yield self.grid.nearest((self.groups - low).mul_(inverse).add_(least))
             return
-        extreme = _extreme(self.groups)
-        for end, step in product([end for end in (least, most) if end], self.steps):
+        extreme = torch.where(self.high < -self.low, self.low, self.high)
+        for end, step in product([end for end in (least, most) if end], STEPS_WITHOUT_OFFSETS):
             inverse = _quotient(torch.full_like(extreme, end + (step if end > 0 else -step)), extreme)
             inverse = inverse if self.is_signed else inverse.abs()
-            yield self.grid.nearest(self.groups * inverse[..., None])
+            yield self.grid.nearest(self.groups * inverse)
 
     def _least_squares(self, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the scale and the offset with which these levels have the least error, and that error, less what does
         not depend on levels."""
-        counted = levels * self.importance
-        products, squares = (torch.linalg.vecdot(levels, each) for each in (self._counted, counted))
+        products = torch.mul(levels, self._counted, out=self._buffer).sum(0)
+        counted = torch.mul(levels, self.importance, out=self._buffer)
+        sums = counted.sum(0) if self.has_offsets else products
+        squares = counted.mul_(levels).sum(0)
         scales = _quotient(products, squares)
         if not self.has_offsets:
             scales = scales if self.is_signed else scales.clamp(min=0)
             return scales, torch.zeros_like(scales), scales * (scales * squares - 2 * products)
-        sums, (count, weights) = counted.sum(-1), self._sums
+        count, weights = self._sums
         determinant = count * squares - sums.square()
         s = _quotient(count * products - sums * weights, determinant)
         o = _quotient(squares * weights - sums * products, determinant)
@@ -215,9 +227,6 @@ class _Search:
         scales = torch.where(allowed, s, scales if self.is_signed else scales.clamp(min=0))
         of_scales = scales * (scales * squares - 2 * (products - offsets * sums))
         return scales, offsets, of_scales + offsets * (offsets * count - 2 * weights)
-
-    def _total(self, x: Tensor) -> Tensor:
-        return (x * self.importance).sum(-1)
 
     # -- the same as they are stored
 
@@ -233,41 +242,47 @@ class _Search:
         codes = _quotient(blocks, supers[..., None]).round_().clamp_(self.least, self.most)
         return Numbers(codes.flatten(1), supers)
 
-    def with_neighbours(self, given: Pair) -> Pair:
-        """Returns for each group the best codes of scale and offset out of the given ones and their neighbours."""
-        if self.level is None:
-            return given
-        best, found = self.errors(given), given
-        for of_scale, of_offset in product((-1, 0, 1), (-1, 0, 1) if self.has_offsets else (0,)):
-            offsets = None if given.offsets is None else self._moved(given.offsets, of_offset)
-            moved = Pair(self._moved(given.scales, of_scale), offsets)
-            error = self.errors(moved)
-            found, best = _chosen(error < best, 1, moved, found), torch.minimum(error, best)
-        return found
-
-    def _moved(self, numbers: Numbers, by: int) -> Numbers:
-        return numbers._replace(codes=(numbers.codes + by).clamp_(self.least, self.most))
-
-    def errors(self, pair: Pair) -> Tensor:
-        """Returns the squared error of each group [rows, groups]."""
+    def rated(self, pair: Pair) -> Rated:
+        """Returns scales and offsets with the error of each group."""
         scales, offsets = pair.values()
         values = self.grid.nearest(self._over_scales(scales, offsets)).mul_(scales)
         if offsets is not None:
             values += offsets
-        return self._total(values.sub_(self.groups).square_())
+        return Rated(pair, values.sub_(self.groups).square_().mul_(self.importance).sum(0))
+
+    def with_neighbours(self, given: Pair) -> Rated:
+        """Returns for each group the best codes of scale and offset out of the given ones and their neighbours."""
+        found, best = self.rated(given)
+        steps = product((-1, 0, 1), (-1, 0, 1) if self.has_offsets else (0,))
+        for of_scale, of_offset in steps if self.level else ():
+            if (of_scale, of_offset) == (0, 0):
+                continue
+            offsets = None if given.offsets is None else self._moved(given.offsets, of_offset)
+            moved, errors = self.rated(Pair(self._moved(given.scales, of_scale), offsets))
+            found, best = _chosen(errors < best, 1, moved, found), torch.minimum(errors, best)
+        return Rated(found, best)
+
+    def _moved(self, numbers: Numbers, by: int) -> Numbers:
+        return numbers._replace(codes=(numbers.codes + by).clamp_(self.least, self.most))
 
     def _over_scales(self, scales: Tensor, offsets: Tensor | None) -> Tensor:
         return _quotient(self.groups if offsets is None else self.groups - offsets, scales)
 
-    def better(self, old: Pair, new: Pair) -> Pair:
+    def better(self, old: Rated, new: Rated) -> Pair:
         """Returns for each block of groups the pair with the smaller error."""
         size = self.level.groups if self.level else 1
-        by_block = [self.errors(pair).unflatten(1, (-1, size)).sum(-1) for pair in (old, new)]
-        return _chosen(by_block[1] < by_block[0], size, new, old)
+        by_block = [rated.errors.unflatten(1, (-1, size)).sum(-1) for rated in (old, new)]
+        return _chosen(by_block[1] < by_block[0], size, new.pair, old.pair)
 
     def finish(self, pair: Pair) -> KQuant:
         """Returns the weight with the codes that are nearest for a pair."""
-        return KQuant(self.grid.encode(self._over_scales(*pair.values())).flatten(1), pair)
+        codes = self.grid.encode(self._over_scales(*pair.values()))
+        return KQuant(codes.permute(1, 2, 0).flatten(1), pair)
+
+
+def _columns_first(groups: Tensor) -> Tensor:
+    """Returns [rows, groups, size] as [size, rows, groups]; a number stays one."""
+    return groups.permute(2, 0, 1).contiguous() if groups.ndim else groups
 
 
 def _chosen(where: Tensor, size: int, new: Pair, old: Pair) -> Pair:
@@ -290,4 +305,4 @@ def _extreme(x: Tensor) -> Tensor:
 
 def _quotient(x: Tensor, y: Tensor) -> Tensor:
     """Returns x / y, and 0 where y is 0."""
-    return torch.where(y == 0, 0.0, x / y)
+    return x / torch.where(y == 0, torch.inf, y)

@@ -23,7 +23,7 @@ from lowbit.pylib.quantization.losses import (
 RATIOS = [1 - 0.02 * step for step in range(41)]  # of a group's range, 1 to 0.2, for `clip="mse"`
 COARSE, FINE = [1 - 0.08 * step for step in range(11)], (0.04, 0.02, 0.01, 0.005)
 """The same for `clip="output"`, and by which part the best so far is then changed: half the work, and less loss."""
-LEAST_GAIN = 0.07  # of the loss, for a scale per row; with more groups in a row less, as chance averages out
+LEAST_GAIN = 0.0175  # of the loss and per bit, for a scale per row; with more groups in a row less: chance averages out
 COPIES = 6  # temporaries of the search in f32, for each weight
 
 
@@ -67,13 +67,13 @@ def _worth_it(weight: Tensor, grid: Grid, found: Range, loss: Loss, squares: Los
 
     Without data nobody knows how inputs go together, so any other rounding changes the output error by chance. With
     fine steps there is little to gain: a gain may come from the single largest weight, while others lose. So the loss
-    has to be less by LEAST_GAIN, and squared errors that count alike must not be more.
+    has to be less by LEAST_GAIN for each bit of the format, and squared errors that count alike must not be more.
     """
     spans, groups = (found, whole(weight, grid)), grid.groups(weight)
     (new, old), (new_squares, old_squares) = (
         [each(grid.errors(groups, span.scales, span.zeros)) for span in spans] for each in (loss, squares)
     )
-    gain = LEAST_GAIN / groups.shape[1] ** 0.5
+    gain = LEAST_GAIN * grid.config.dtype.bits / groups.shape[1] ** 0.5
     better = (new < (1 - gain) * old) & (new_squares <= old_squares)
     return Range(*(torch.where(better, one, other) for one, other in zip(*spans)))
 

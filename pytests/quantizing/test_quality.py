@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import lowbit
 from benchmarks.__main__ import app
 from benchmarks.quality import (
+    adapters,
     authors,
     draws,
     eight_bit,
@@ -121,6 +122,26 @@ def test_no_type_of_gguf_is_worse_than_llama_cpp() -> None:
         assert mean <= references.FAIR and (record["importances"] or max(record["errors"]) <= references.FAIR)
 
 
+def test_no_quantizer_is_worse_than_its_authors() -> None:
+    """By the mean over each kind of layers, and over all on other text; with outliers, ours has fewer."""
+    records = authors.SECTION.records()
+    assert list(records[0]["ratios"]) == [reference.name for reference in authors.REFERENCES]
+    assert "| worse" not in authors.table(records)
+    for name in records[0]["outliers"]:
+        ours, theirs = zip(*(record["outliers"][name] for record in records))
+        assert sum(ours) < sum(theirs)
+
+
+def test_roots_of_a_hessian_stand_for_inputs() -> None:
+    """The output error by a root is that by the inputs, relative to their mean square."""
+    x, errors = torch.randn(100, 16), torch.randn(4, 16)
+    calibration = lowbit.Calibration(16)
+    calibration.add(x)
+    root = adapters.root_of(calibration)
+    expected = (x @ errors.T).square().sum() / x.square().sum() * 16
+    assert torch.isclose((root @ errors.T).square().sum(), expected, rtol=1e-4)
+
+
 def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
     """At any width; half of these layers have few large weights."""
     records = ranges.SECTION.records()
@@ -145,16 +166,21 @@ def test_verdicts_are_by_the_worst_kind_of_layer() -> None:
     assert found == ["better", "equal or better", "equal or better", "worse"]
 
 
+def _found(weight: torch.Tensor, config: lowbit.QuantConfig) -> adapters.Found:
+    return adapters.Found(lowbit.quantize(weight, config).dequantize(), outliers=0.25)
+
+
 def test_a_library_that_is_not_installed_is_left_out(monkeypatch: Any, capsys: Any) -> None:
     """And one that is there is compared at the same weight."""
     weight, x = torch.randn(8, 64), lowbit.Calibration(64)
     x.add(torch.randn(100, 64))
     layer = layers.Layer("some", "layer", weight, dict.fromkeys(layers.TEXTS, x))
     ours = lowbit.QuantConfig("u4", 64)
-    known = authors.Reference("same", "torch", lambda w: lowbit.quantize(w, ours).dequantize(), ours)
-    monkeypatch.setattr(authors, "REFERENCES", (known, authors.Reference("gone", "no_such_library", lambda w: w, ours)))
+    known = authors.Reference("same", "torch", lambda w, _: _found(w, ours), ours)
+    gone = authors.Reference("gone", "no_such_library", lambda w, _: adapters.Found(w), ours)
+    monkeypatch.setattr(authors, "REFERENCES", (known, gone))
     (record,) = authors.measure([layer])
-    assert record["ratios"] == {"same": [1.0, 1.0]}
+    assert record["ratios"] == {"same": [1.0, 1.0]} and record["outliers"] == {"same": [0, 0.25]}
     assert "no_such_library is left out: it is not installed" in capsys.readouterr().err
 
 
@@ -186,7 +212,8 @@ def test_nothing_that_was_measured_is_no_table(tmp_path: Path, monkeypatch: pyte
 def test_tables_of_layers_of_one_kind(kurtosis: float) -> None:
     """They have no column for the other kind."""
     of = {"layer": "a", "kurtosis": kurtosis}
-    found = ranges.table([of | {"ratios": dict.fromkeys(ranges.CONFIGS, 0.5)}])
+    half = dict.fromkeys(ranges.CONFIGS, 0.5)
+    found = ranges.table([of | {"ratios": half, "other": half}])
     found += authors.table([of | {"ratios": {"other": [0.5, 0.5]}}])
     assert found.count(f"| 1 layers, kurtosis {'above' if kurtosis > LARGE else 'below'} 10 |") == 2
     assert found.count("kurtosis") == 2
