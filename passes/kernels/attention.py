@@ -22,12 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.signature import WORKSPACE
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.rope import Heads
 from lowbit.passes.launch import COUNTERS
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Memory, Program, Scalar, Tile
 
 THREADS = 256
 _WARP = 32
@@ -99,6 +102,8 @@ def attention_program(plan: AttentionPlan) -> Program:
     numbers of the element's type there. With sinks, `sinks` [heads.queries]; with a cap, `cap` and `inverse_cap`, which
     is 1 / cap.
     """
+    from lowbit.passes.builder import Program
+
     names: dict[str, str] = dict.fromkeys(("q", "keys", "values", "held", "y"), "pointer")
     names |= dict.fromkeys(("m", "tokens", "length"), "i32") | {"scale": "f32"}
     names |= {"mask": "pointer", "mask_rows": "i32"} if plan.masked else {}
@@ -365,7 +370,7 @@ class _Block:
         """Returns outputs, maxima and sums of all parts [queries, parts, columns or 1], and the row of a query in them,
         behind which the block's queries end."""
         parts, rows, begin = self.plan.parts, self.plan.rows, COUNTERS
-        found = list[tuple[Memory, Scalar]]()
+        found: list[tuple[Memory, Scalar]] = []
         for columns in (self.heads.columns, 1, 1):
             row = query + begin // (parts * columns)
             shape, ends = (-1, parts, columns), [row + self.queries]

@@ -8,8 +8,12 @@ whose slot is in no token tile reads neither its row nor its weight: it adds exa
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowbit.dialect.layouts.layout import spatial
-from lowbit.passes.builder import Program, Tile
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Program, Tile
 
 _THREADS = 64  # of a block, each with 16 bytes of a row: so a single token keeps some multiprocessors busy
 _COLUMNS = 8  # of a thread
@@ -24,6 +28,8 @@ def combine_program(hidden: int, top_k: int, element: str, weights: str = "f32")
     Parameters: o [m * top_k, hidden], slots [m, top_k] and tiles [m * top_k + 1, 3] of a `Routing`, weights [m, top_k],
     y [m, hidden], and m.
     """
+    from lowbit.passes.builder import Program
+
     part = _THREADS * _COLUMNS
     names = dict.fromkeys(("o", "slots", "tiles", "weights", "y"), "pointer") | {"m": "i32"}
     p = Program("combine", _THREADS, ("ceil(m / 1)", -(-hidden // part), 1), names)

@@ -14,7 +14,11 @@ right for any order of tiles.
 
 from __future__ import annotations
 
-from lowbit.passes.builder import Program, Scalar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Program, Scalar
+
 
 COLUMNS = 3  # of the table
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lowbit.dialect.layouts.layout import Layout, local
-from lowbit.passes.builder import Memory, Program, Tile
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Memory, Program, Tile
 
 Signs = Literal["none", "before", "after"]
 Factor = tuple[tuple[int, ...], ...]
@@ -60,6 +62,8 @@ def hadamard_program(element: str, factor: Factor, power: int, signs: Signs = "n
 
     Parameters: x and y [m, size], m, and with signs `signs` [size], in the type of x.
     """
+    from lowbit.passes.builder import Program
+
     size = len(factor) * power
     threads = min(_MOST_THREADS, max(32, 1 << (size // _PER_THREAD).bit_length() - 1))
     names: dict[str, str] = {"x": "pointer", "y": "pointer", "m": "i32"}

@@ -9,9 +9,12 @@ A block has a token, all of it in registers, as that of a norm (`rms_norm.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lowbit.passes.builder import Program, Tile
 from lowbit.passes.kernels.rms_norm import Token, count_in
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Program, Tile
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class JoinPlan:
 def join_program(plan: JoinPlan) -> Program:
     """Returns the program. Parameters: x, r and y [m, hidden], m, `scale`, and those that the plan says; with h also
     `counter`, an i32 that becomes larger by `count`."""
+    from lowbit.passes.builder import Program
+
     names = dict.fromkeys(("x", "r", "y"), "pointer") | {"m": "i32", "scale": "f32"}
     names |= {"gain": "pointer", "eps": "f32"} if plan.normed else {}
     names |= {"next_gain": "pointer", "next_eps": "f32", "h": "pointer"} if plan.next else {}

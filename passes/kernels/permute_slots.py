@@ -17,12 +17,16 @@ Shared memory: [slots of a piece, k] of x, if the schedule stages rows; else col
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.spec import Act, MatmulSpec
-from lowbit.passes.builder import Memory, Program, Scalar
 from lowbit.passes.kernels.expert_tiles import ExpertTiles
 from lowbit.passes.kernels.permute.family import permute_spec
 from lowbit.passes.kernels.permute.schedule import PermuteSchedule, piece_columns
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Memory, Program, Scalar
 
 _BLOCKS = 4  # of a multiprocessor: one copies while another gathers
 
@@ -35,6 +39,8 @@ def permute_slots_program(k: int, act: Act, experts: int, schedule: PermuteSched
     Parameters: x [rows, k], permutation i32 [experts, k], rows i32 [m] and tiles i32 [m + 1, 3] of a `Routing`, y
     [m, k], numbers i32 [m], the number of slots, m, and `tile`, the most slots of a token tile.
     """
+    from lowbit.passes.builder import Program
+
     spec = permute_spec(k, act)
     parts = -(-k // (piece_columns(spec) * schedule.threads * schedule.pieces))
     pointers = ("x", "permutation", "rows", "tiles", "y", "numbers")

@@ -9,13 +9,17 @@ A block takes a row, piece by piece. Columns that are permuted are written one b
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowbit.dialect.epilogue import HALF
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Program, Scalar
 from lowbit.passes.kernels.permute.family import permute_spec
 from lowbit.passes.kernels.permute.schedule import piece_columns
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Program, Scalar
 
 _THREADS = 256
 
@@ -25,6 +29,8 @@ def restore_program(spec: MatmulSpec) -> Program:
 
     Parameters: stored [n, k], y [n, k], both in the act type, and of permuted columns permutation i32 [experts, k].
     """
+    from lowbit.passes.builder import Program
+
     names = ("stored", *(["permutation"] if spec.permuted else []), "y")
     p = Program("restore", _THREADS, (spec.n, 1, 1), dict.fromkeys(names, "pointer"))
     with p:

@@ -10,8 +10,12 @@ With a counter, the norm also adds a number to it: how many tokens a cache holds
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowbit.dialect.layouts.layout import local
-from lowbit.passes.builder import Program, Tile
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Program, Tile
 
 COLUMNS = 8  # of a thread at once: 16 bytes
 _WARP = 32
@@ -27,6 +31,8 @@ def rms_norm_program(hidden: int, element: str, shift: float = 0.0, counts: bool
 
     Parameters: x [m, hidden], gain [hidden], y [m, hidden], eps and m.
     """
+    from lowbit.passes.builder import Program
+
     threads = Token.threads(hidden)
     names = dict.fromkeys(("x", "gain", "y"), "pointer") | {"eps": "f32", "m": "i32"}
     names |= {"counter": "pointer", "count": "i32"} if counts else {}

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowbit.dialect.layouts.layout import Layout, spatial
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Memory, Program, Scalar, Tile
 
 _WARP = 32
 
@@ -91,6 +94,8 @@ def rope_program(
     are appended to; `held`, an i32: how many tokens there are in the cache; m; `tokens`, the new ones of a sequence;
     `length`; with a norm the gains and eps.
     """
+    from lowbit.passes.builder import Program
+
     turn = rotation or Rotation(heads.columns)
     cosines = ("cos", "sin") if turn.columns else ()
     names: dict[str, str] = dict.fromkeys(("x", *cosines, "q", "keys", "values", "held"), "pointer")
@@ -162,6 +167,8 @@ class _Block:
 
     def _normed(self, x: Tile, gain: str) -> Tile:
         """Returns a head with the norm of its kind, if it has one."""
+        from lowbit.passes.builder import Scalar
+
         if self.norm is None:
             return x
         p = self.p

@@ -24,8 +24,12 @@ Shared memory: counts [2, experts + 1], all and tiles [experts + 1].
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowbit.dialect.layouts.layout import Layout, local
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Memory, Program, Scalar, Tile
 
 _THREADS = 512
 _PIECE = 64  # places of a block that are taken at once
@@ -44,6 +48,8 @@ def route_program(top_k: int, experts: int, words: int) -> Program:
     Parameters: ids [m, top_k]; rows, numbers, tiles and slots of a `Routing`; the number of tokens, m; `tile`, the most
     slots of a token tile; and `short`, the most of a short one.
     """
+    from lowbit.passes.builder import Program
+
     names: dict[str, str] = dict.fromkeys(("ids", "rows", "numbers", "slots", "tiles"), "pointer")
     names |= {"m": "i32", "tile": "i32", "short": "i32"}
     p = Program("route", _THREADS, ("sm_count * 1", 1, 1), names)

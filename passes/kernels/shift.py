@@ -8,8 +8,12 @@ registers: it has read all before it writes the first.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowbit.dialect.layouts.layout import local
-from lowbit.passes.builder import Program
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Program
 
 COLUMNS = 8  # of a thread: 16 bytes
 _WARP = 32
@@ -25,6 +29,8 @@ def shift_program(length: int, columns: int, element: str) -> Program:
 
     Parameters: keys and values; `held`, an i32, which becomes length - 1; m, the number of heads of all sequences.
     """
+    from lowbit.passes.builder import Program
+
     lanes = 2 if length <= _WIDE else 1
     warps = min(_MOST_WARPS, -(-length * lanes // _WARP))
     rows = warps * _WARP // lanes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +59,19 @@ def test_what_is_damaged_is_compiled_again(cache: Path) -> None:
     assert own_kernel(PROGRAM, "emulator:sm_90a").ptx == first.ptx
     (again,) = cache.glob("??/*.kernel")
     assert len(again.read_bytes()) > 1000
+
+
+def test_a_kept_kernel_is_found_without_mlir(repo: Path) -> None:
+    """What says which kernel it is, a program's function and its plan, loads neither MLIR nor LLVM."""
+    own = (file.stem for file in (repo / "passes" / "kernels").glob("*.py") if "_program(" in file.read_text())
+    names = [f"lowbit.passes.kernels.{name}" for name in sorted(own)]
+    assert "lowbit.passes.kernels.rope" in names and len(names) >= 11
+    code = (
+        f"import sys, {', '.join(names)}\n"
+        "print([m for m in ('torch_mlir', 'mlir', 'llvmlite') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_a_cpu_has_none() -> None:
