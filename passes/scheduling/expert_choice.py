@@ -17,9 +17,8 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import OF_EXPERTS, KernelFamily, KernelSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of
-from lowbit.passes.scheduling.choice import Origin
+from lowbit.passes.scheduling.choice import Chooser, Origin
 from lowbit.passes.scheduling.expert_rule import schedule_for_few
-from lowbit.passes.scheduling.order_choice import order_of
 from lowbit.passes.scheduling.tables import REACH, Entry, Key, Table
 from lowbit.passes.target import Target
 
@@ -68,13 +67,15 @@ def _nearest(
     """Returns the entry for the number of slots that is nearest, up to an octave away; of equals, that in the first
     table."""
 
+    chooser = Chooser(spec, target)
+
     def distance(entry: Entry) -> float:
         return abs(math.log2(slots / entry.key.tokens))
 
     def fits(entry: Entry) -> bool:
-        schedule, family = cast(Any, entry.schedule), family_of(entry.schedule)
-        fits = schedule.tokens == tile and family.allows(spec, schedule, target)
-        return fits and (not spec.invariant or family.sum_order(spec, schedule) == order_of(spec, target))
+        schedule = cast(Any, entry.schedule)
+        fits = schedule.tokens == tile and family_of(schedule).allows(spec, schedule, target)
+        return fits and chooser.has_order(schedule)
 
     near = (entry for entry in _entries(spec, tables) if distance(entry) <= REACH and fits(entry))
     return min(near, key=distance, default=None)
