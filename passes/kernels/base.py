@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from lowbit.dialect.elements import ELEMENTS
@@ -60,8 +60,8 @@ class KernelSchedule:
     """
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check_type(field.name, getattr(self, field.name), field.default)
+        for name, default in _defaults(type(self)):
+            check_type(name, getattr(self, name), default)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KernelSchedule:
@@ -71,6 +71,12 @@ class KernelSchedule:
             allowed = ", ".join(known) or "none"
             raise SpecError(f"schedule: unknown field {unknown[0]!r}; allowed: {allowed}")
         return cls(**values)
+
+
+@lru_cache(maxsize=None)
+def _defaults(schedule_type: type[KernelSchedule]) -> tuple[tuple[str, object], ...]:
+    """The choices of a type of schedules, each with its default. A choice of a kernel makes some thousand schedules."""
+    return tuple((field.name, field.default) for field in fields(schedule_type))
 
 
 def check_type(name: str, value: object, default: object) -> None:

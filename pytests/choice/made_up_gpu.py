@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ from lowbit.passes.targets import parse_target
 from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Failed, kernel_id
+from lowbit.pylib.tune.search_space import candidates
 from lowbit.pylib.tune.session import Tuner
 
 HOPPER = parse_target("sm_90a")
 SPEC = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)
 WORK = [Problem(SPEC, 1), Problem(SPEC, 16), Problem(replace(SPEC, n=8192), 1)]
 COUNT = 30  # candidates
+
+known_candidates = lru_cache(maxsize=None)(candidates)
+"""The candidates of the tuner, which take seconds for WORK, found once for all tests of a process."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_gpu import COUNT, HOPPER, WORK, Bench
+from made_up_gpu import COUNT, HOPPER, WORK, Bench, known_candidates
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -20,7 +20,7 @@ from lowbit.passes.kernels.streaming import cost_model
 from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
-from lowbit.pylib.tune import search_space
+from lowbit.pylib.tune import search_space, session
 from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import kernel_id
@@ -31,12 +31,13 @@ FIRST = 20
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(session, "candidates", known_candidates)
     return Bench(tmp_path / "log.jsonl")
 
 
 def first_pass(problem: Problem) -> list[Schedule]:
-    return search_space.candidates(problem.spec, problem.token_tile, HOPPER, FIRST)
+    return known_candidates(problem.spec, problem.token_tile, HOPPER, FIRST)
 
 
 def fastest(problem: Problem, schedules: Sequence[Schedule]) -> list[Schedule]:
