@@ -126,7 +126,6 @@ KERNELS: list[tuple[dict[str, Any], Any]] = [
     ({"group_size": 32}, PrefillSchedule(256, 64, split_k=2)),
     ({"group_size": None}, PrefillSchedule(64, 256, split_k=2)),
     ({"compute": "f8e4m3"}, EightBitPrefillSchedule(128, 128, split_k=2)),
-    ({"compute": "f8e4m3"}, EightBitPrefillSchedule(128, 128, split_k=2)),
     ({"compute": "i8", "group_size": None}, EightBitPrefillSchedule(256, 128, split_k=2)),
 ]
 
