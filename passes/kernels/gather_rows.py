@@ -6,8 +6,12 @@ none itself. A block has a few slots, whose rows are on their way together.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowbit.dialect.layouts.layout import spatial
-from lowbit.passes.builder import Program
+
+if TYPE_CHECKING:
+    from lowbit.passes.builder import Program
 
 _THREADS = 256  # of a block, each with 16 bytes of a row
 _COLUMNS = 8  # of a thread
@@ -19,6 +23,8 @@ def gather_rows_program(k: int) -> Program:
 
     Parameters: x [rows, k], rows i32 [m], y [m, k], and the number of slots, m.
     """
+    from lowbit.passes.builder import Program
+
     part = _THREADS * _COLUMNS
     names = dict.fromkeys(("x", "rows", "y"), "pointer") | {"m": "i32"}
     p = Program("gather_rows", _THREADS, (f"ceil(m / {_SLOTS})", -(-k // part), 1), names)
