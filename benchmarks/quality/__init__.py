@@ -5,7 +5,8 @@
     python -m benchmarks.quality.report              writes docs/quality.md's table and docs/img/quality.svg
 
 The other programs have a question each, and put a table of their own into a page (`section.py`): `draws`, `eight_bit`,
-`plans`, `spqr` and `spqr_plans` for the small model, `encoder` and `encoder_layers` for a trained sentence encoder,
-and `references` for both beside llama.cpp's code. `python -m benchmarks quality` has layers of several models
-(`layers`): `ranges` of the default, and `authors`, quantizers beside the code of other libraries.
+`plans`, `plans_by_text`, `spqr` and `spqr_plans` for the small model, `encoder` and `encoder_layers` for a trained
+sentence encoder, and `references` for both beside llama.cpp's code. `python -m benchmarks quality` has layers of
+several models (`layers`): `ranges` of the default, and `authors`, quantizers beside the code of other libraries
+(`adapters`).
 """

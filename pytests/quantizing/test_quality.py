@@ -24,6 +24,7 @@ from benchmarks.quality import (
     layers,
     measure,
     plans,
+    plans_by_text,
     ranges,
     references,
     report,
@@ -105,7 +106,28 @@ def test_spqr_is_better_than_gptq_with_as_many_bits() -> None:
         assert all(better[measure] < other[measure] for measure in ("divergence", "perplexity"))
 
 
-SECTIONS = [draws, eight_bit, encoder, encoder_layers, plans, spqr, spqr_plans, references, ranges, authors]
+def test_plans_are_better_on_text_of_two_kinds() -> None:
+    """With any seed, beside all layers alike and beside the mixes of llama.cpp."""
+    records = plans_by_text.SECTION.records()
+    assert {record["seed"] for record in records} == set(range(plans_by_text.SEEDS))
+    for record in records:
+        assert all(plan < other for plan, other in zip(record["plan"], record["other"], strict=True)), record
+
+
+def test_the_mixes_of_llama_cpp() -> None:
+    """Of a model with 16 layers, in the first, the second and the last."""
+    kinds = ("attention.v", "attention.o", "ffn.down", "ffn.up")
+    found = [
+        [rule(f"blocks.{i}.{kind}", 16) for i in (0, 1, 15) for kind in kinds]
+        for rule in (plans_by_text.q3_k_m, plans_by_text.q4_k_m)
+    ]
+    first = ["q5_k", "q4_k", "q5_k", "q3_k", "q5_k", "q4_k", "q4_k", "q3_k", "q4_k", "q4_k", "q4_k", "q3_k"]
+    assert found == [first, ["q6_k", "q4_k", "q6_k", "q4_k"] * 3]
+
+
+SECTIONS = [
+    draws, eight_bit, encoder, encoder_layers, plans, plans_by_text, spqr, spqr_plans, references, ranges, authors
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", SECTIONS)
