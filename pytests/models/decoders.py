@@ -155,6 +155,8 @@ def quanto(config: dict[str, Any], t: State) -> Decoded:
 
 def quark(config: dict[str, Any], t: State) -> Decoded:
     scheme, weight, scales = config["global_quant_config"]["weight"], t["weight"], t["weight_scale"]
+    if isinstance(scheme, list):
+        return modelopt({"quant_algo": "NVFP4"}, t)
     dtype = scheme["dtype"]
     if dtype.startswith(("fp4", "fp6")):
         bits, exponent = int(dtype[2]), int(dtype[5]) if dtype[2] == "6" else 2
@@ -181,6 +183,12 @@ def _quark_integers(packed: Array, dtype: str, config: dict[str, Any]) -> Array:
 
 def auto_round(config: dict[str, Any], t: State) -> Decoded:
     config = {**config, **next(iter(config.get("extra_config", {}).values()), {})}
+    if "weight_scale_inv" in t:
+        return fp8({"weight_block_size": config["group_size"]}, t)
+    if "weight_scale" in t:
+        scales = t["weight_scale"]
+        scales = scales if scales.ndim == 2 else scales.reshape(-1, 1)
+        return _compressed_floats({}, config["bits"], {**t, "weight_scale": scales})
     if config["packing_format"].endswith("awq"):
         return awq(config, t)
     version = "gptq" if config["packing_format"].endswith("gptq") else "gptq_v2"
@@ -259,9 +267,17 @@ def fp8(config: dict[str, Any], t: State) -> Decoded:
 
 
 def modelopt(config: dict[str, Any], t: State) -> Decoded:
-    if config["quant_algo"] == "FP8":
-        return fp8(config, t)
+    algorithm, scales = config["quant_algo"], t["weight_scale"]
+    if algorithm.startswith("W8"):
+        return affine(t["weight"].astype(np.int64), scales.reshape(-1, 1).astype(np.float64))
+    if "FP4" not in algorithm.upper() and algorithm[0] != "W":
+        return fp8(config, {**t, "weight_scale": scales if scales.ndim == 2 else scales.reshape(-1, 1)})
+    if "AWQ" in algorithm:
+        nibbles = np.stack([t["weight"] & 15, t["weight"] >> 4], 1).reshape(len(scales), -1).astype(np.int64)
+        return _with_blocks(np.where(nibbles > 7, nibbles - 16, nibbles), scales, None, {})
     values = small_float(stream(t["weight"], 4, t["weight"].shape[1] * 2), 2, 1)
+    if "weight_scale_2" not in t:
+        return _with_blocks(values, e8m0(scales), None, {})
     return _with_blocks(values, e4m3(t["weight_scale"]) * float(t["weight_scale_2"]), None, {})
 
 

@@ -262,7 +262,10 @@ def read(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Packe
     return lowbit.import_weight(config, tensors, name=LAYER)
 
 
-SEEN_OTHERWISE = {("ct-nvfp4", "weight_global_scale"), ("torchao-int4", "_weight_zero_point")}
+SEEN_OTHERWISE = {
+    *(("ct-nvfp4", "weight_global_scale"), ("auto-round-nvfp4", "weight_global_scale")),
+    ("torchao-int4", "_weight_zero_point"),
+}
 """What is left of these is of another kind, and wrong as that."""
 DROPPED = [(name, short) for name in NAMES if name not in UNREADABLE for short in parts(name)[1]]
 
@@ -791,9 +794,10 @@ FORMAT_VALUES: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
         "quant_algo",
         (
             *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
-            *("W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ"),
+            *("W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ", "W8A16"),
+            "W8A8_SQ_PER_CHANNEL",
         ),
-        ("NVFP4_SVD", "INT8_SQ", "W8A8_SQ_PER_CHANNEL"),
+        ("NVFP4_SVD", "INT8_SQ"),
     ),
     (
         "auto-round-4",
@@ -801,6 +805,7 @@ FORMAT_VALUES: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
         ("auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq", "auto_round:exllamav2"),
         ("auto_round:fp8", "auto_round:llm_compressor", "auto_round:nv_fp4", "auto_round:mx_fp4", "llm_compressor"),
     ),
+    ("auto-round-mxfp4", "data_type", ("mx_fp", "nv_fp", "fp", "int"), ("mx_int", "nvfp4_v2", "int_asym_dq", "fp4_v2")),
     ("bnb-nf4", "bnb_4bit_quant_type", ("nf4", "fp4"), ("af4", "int4")),
     ("mlx-4", "mode", ("affine",), ("mxfp4", "mxfp8", "nvfp4")),
     ("fp8-block", "fmt", ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")),
@@ -877,16 +882,24 @@ def test_the_page_lists_every_method() -> None:
     ("name", "change", "message"),
     [
         ("auto-round-4", {"packing_format": "auto_round:fp8_static"}, "packing_format='auto_round:fp8_static'; those"),
-        ("auto-round-4", {"data_type": "mx_fp"}, "data_type='mx_fp'; what can be read is 'int'"),
+        ("auto-round-4", {"data_type": "mx_fp"}, "weight_packed is missing; there are"),
+        ("auto-round-mxfp4", {"data_type": "mx_int"}, "data_type='mx_int'; what can be read is 'int', 'mx_fp'"),
+        ("auto-round-mxfp4", {"bits": 8}, "codes have 4 bits, but num_bits=8"),
+        ("auto-round-nvfp4", {"group_size": 32}, "scales have groups of 16, but group_size=32"),
+        ("auto-round-fp8-row", {"group_size": 0}, r"weight_scale \[32\] of a weight of 32 x 128 is not what the"),
+        ("auto-round-fp8-row", {"fmt": "e5m2"}, "fmt='e5m2'; what can be read is 'e4m3'"),
+        ("auto-round-nvfp4", {"rotation_config": {"hadamard_type": "hadamard"}}, "has rotation_config, which lowbit"),
         ("auto-round-4", {"bits": 8}, "16 rows of qweight are not k=.* codes of 8 bits|scales .* don't fit"),
-        ("auto-round-4", {"extra_config": {"re:x": {"data_type": "fp"}}}, "extra_config.re:x.data_type='fp'; what can"),
+        ("auto-round-4", {"extra_config": {"x": {"data_type": "mx_int"}}}, "extra_config.x.data_type='mx_int'; what"),
         ("modelopt-nvfp4", {"quant_algo": "NVFP4_SVD"}, "quant_algo='NVFP4_SVD'; what can be read is 'FP8', "),
+        ("modelopt-w4a8-nvfp4", {"group_size": 16}, "scales have groups of 32, but group_size=16"),
         ("bitnet", {"use_rms_norm": True}, "has use_rms_norm, which lowbit does not know"),
         ("bitnet", {"quantization_mode": "online"}, "quantization_mode='online'; what can be read is 'offline'"),
         ("mlx-4", {"mode": "mxfp4"}, "mode='mxfp4'; what can be read is 'affine'"),
         ("mlx-4", {"group_size": 32}, r"weight must be \[24, 8"),
         ("mlx-4", {LAYER: {"bits": 3, "group_size": 64}}, r"weight must be \[24, 12"),
         ("quark-uint4", {"global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}]}}, "quantized in two stages, of"),
+        ("quark-nvfp4", {"global_quant_config": {"weight": [{"dtype": "fp4"}, {"dtype": "fp8_e5m3"}]}}, "but for NV"),
         ("quark-uint4", {"global_quant_config": {"weight": {"dtype": "mx6"}}}, "dtype='mx6' can't be read; those"),
         ("quark-uint4", {"algo_config": [{"name": "rotation", "r4": True}]}, "rotations of what goes into layers are"),
         ("quark-uint4", {"export": {"weight_format": "fake_quantized"}}, "weight_format='fake_quantized'; what can be"),

@@ -1,9 +1,11 @@
-"""NVIDIA ModelOpt's FP8, MXFP8, NVFP4, MXFP4 and INT4 with AWQ (modelopt/torch/export/quant_utils.py).
+"""NVIDIA ModelOpt's FP8, MXFP8, NVFP4, MXFP4, INT8, and INT4 with AWQ (modelopt/torch/export/quant_utils.py).
 
     FP8     weight e4m3 [n, k]; weight_scale f32 [], [n], or for blocks of 128 x 128 [n / 128, k / 128]
     MXFP8   weight e4m3 [n, k]; weight_scale uint8 [n, k / 32], powers of two
-    NVFP4   weight uint8 [n, k / 2], each row a stream of e2m1 codes; weight_scale e4m3 [n, k / 16]; weight_scale_2 f32
+    NVFP4   weight uint8 [n, k / 2], each row a stream of e2m1 codes; weight_scale e4m3 [n, k / 16], with FP8 inputs
+            (W4A8) [n, k / 32]; weight_scale_2 f32
     MXFP4   weight as of NVFP4; weight_scale uint8 [n, k / 32], powers of two
+    INT8    weight int8 [n, k]; weight_scale f32 [n], or []
     INT4    weight uint8 [n / 2, k], whose bytes of row i have row 2 i in their low halves and row 2 i + 1 in the high
             ones, in two's complement; weight_scale f32 [n, k / group]; weight_scale_2 f32 for W4A8_AWQ
 
@@ -11,8 +13,8 @@ w = code * weight_scale, for NVFP4 times weight_scale_2. That of W4A8_AWQ multip
 FP8 by it, and it is left out as scales of inputs are. The tensors of a module show which of these it is, so
 MIXED_PRECISION, and algorithms with inputs in FP8 (W4A8), need no more.
 
-AWQ multiplied columns of weights, and leaves it to each call to multiply those of inputs by pre_quant_scale [k]. Layers
-whose scales are merged into the norm or the layer in front have none.
+AWQ and SmoothQuant multiplied columns of weights, and leave it to each call to multiply those of inputs by
+pre_quant_scale [k]. Layers whose scales are merged into the norm or the layer in front have none.
 """
 
 from __future__ import annotations
@@ -27,23 +29,25 @@ from lowbit.pylib.checkpoints.blocks import Block, of_blocks
 from lowbit.pylib.checkpoints.config_entries import named, one_of
 from lowbit.pylib.checkpoints.formats import nvfp4
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.formats.gpt_oss import powers_of_two
+from lowbit.pylib.checkpoints.formats.gpt_oss import scales_of_columns
 from lowbit.pylib.checkpoints.imported import Imported, signed
-from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check_shape
+from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors
 from lowbit.pylib.checkpoints.unpack import from_stream
 
-BLOCK, MX = Block(128, 128), 32
+BLOCK = Block(128, 128)
 INT4, MIXED = ("W4A16_AWQ", "W4A8_AWQ"), "MIXED_PRECISION"
 ALGORITHMS = (
     *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"),
-    *("MXFP4", "W4A8_MXFP4_FP8", "NVFP4_AWQ", *INT4, MIXED),
+    *("MXFP4", "W4A8_MXFP4_FP8", "NVFP4_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", *INT4, MIXED),
 )
 
 
 def read(module: ModuleTensors) -> Imported:
-    weight = module.take("weight", (torch.float8_e4m3fn, torch.uint8), 2)
+    weight = module.take("weight", (torch.float8_e4m3fn, torch.uint8, torch.int8), 2)
     if weight.dtype == torch.uint8:
         return _reader(module)(module, weight)
+    if weight.dtype == torch.int8:
+        return Imported(weight, _scales(module, weight), weight="i8", bias=module.bias())
     codes = weight.contiguous().view(torch.uint8)
     return Imported(codes, _scales(module, weight), weight="f8e4m3", bias=module.bias())
 
@@ -69,33 +73,20 @@ def _scales(module: ModuleTensors, weight: Tensor) -> Tensor:
     n, k = weight.shape
     given = module.tensors.get("weight_scale")
     if given is not None and given.dtype == torch.uint8:
-        return _powers(module, n, k)
+        return scales_of_columns(module, n, k)
     scales = module.take("weight_scale", FLOATS, 2 if given is None else given.ndim).float()
     return of_blocks(scales.squeeze((1, 3)) if scales.ndim == 4 else scales, (n, k), [BLOCK])
-
-
-def _powers(module: ModuleTensors, n: int, k: int) -> Tensor:
-    """Returns the powers of two that scale 32 columns each."""
-    given = module.take("weight_scale", torch.uint8, 2)
-    check_shape("weight_scale", given, (n, -(-k // MX)), f"a weight of {n} x {k}")
-    return powers_of_two(given)
 
 
 def _mxfp4(module: ModuleTensors, packed: Tensor) -> Imported:
     n, k = packed.shape[0], packed.shape[1] * 2
     if "weight_scale_2" in module:
         raise CheckpointError("weight_scale_2 is there, but weight_scale has powers of two, which need no second scale")
-    return Imported(from_stream(packed, 4, k), _powers(module, n, k), weight="f4e2m1", bias=module.bias())
+    return Imported(from_stream(packed, 4, k), scales_of_columns(module, n, k), weight="f4e2m1", bias=module.bias())
 
 
 def _nvfp4(module: ModuleTensors, packed: Tensor) -> Imported:
-    n, k = packed.shape[0], packed.shape[1] * 2
-    scales = module.take("weight_scale", torch.float8_e4m3fn, 2)
-    check_shape("weight_scale", scales, (n, -(-k // nvfp4.GROUP)), f"weight {list(packed.shape)}")
-    given = module.tensors.get("weight_scale_2")
-    factor = module.take("weight_scale_2", torch.float32, 0 if given is None else given.ndim).view(-1)
-    nvfp4.check_positive("weight_scale_2", factor)
-    return nvfp4.weight(from_stream(packed, 4, k), scales, lambda s: s * factor, factor, module.bias())
+    return nvfp4.read_multiplied(module, packed, _entry(module, "group_size"))
 
 
 def _int4(module: ModuleTensors, packed: Tensor) -> Imported:

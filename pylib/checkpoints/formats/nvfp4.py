@@ -1,10 +1,18 @@
-"""NVFP4, as compressed-tensors writes it (compressors/nvfp4/base.py, quantization/lifecycle/forward.py).
+"""NVFP4: e2m1 codes whose e4m3 scales have a scale of their own, for the whole weight.
 
-    weight_packed         uint8 [n, k / 2]   each row a stream of e2m1 codes
+As compressed-tensors writes it (compressors/nvfp4/base.py, quantization/lifecycle/forward.py):
+
+    weight_packed         uint8 [n, k / 2]   each row a stream of codes
     weight_scale          e4m3 [n, k / 16]
     weight_global_scale   f32 [1]            divides all scales
 
-w = code * (scale / global scale) in f32, rounded to bf16.
+As ModelOpt and Quark write it:
+
+    weight                uint8 [n, k / 2]   likewise
+    weight_scale          e4m3 [n, k / size] with sizes of 16 or 32
+    weight_scale_2        a number           multiplies all scales
+
+w = code * scale in f32, rounded to bf16.
 """
 
 from __future__ import annotations
@@ -17,10 +25,11 @@ from torch import Tensor
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.pylib.checkpoints.imported import Imported
-from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
+from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_stream
 
 WEIGHT, GROUP = "f4e2m1", 16
+SIZES = (GROUP, 32)
 NEIGHBORS = (0, 1, -1, 2, -2)
 """Which floats around 1 / divisor are tried, by their distance in units of the last place."""
 
@@ -32,6 +41,23 @@ def read(module: ModuleTensors, packed: Tensor) -> Imported:
     divisor = module.take("weight_global_scale", torch.float32, 1)
     check_positive("weight_global_scale", divisor)
     return weight(from_stream(packed, 4, k), scales, lambda scales: scales / divisor, 1 / divisor, module.bias())
+
+
+def read_multiplied(module: ModuleTensors, packed: Tensor, size: object) -> Imported:
+    """Returns a weight as ModelOpt and Quark write it.
+
+    size   the columns of a group that the configuration says, one of `SIZES`; None if it says nothing
+    """
+    n, k = packed.shape[0], packed.shape[1] * 2
+    scales = module.take("weight_scale", torch.float8_e4m3fn, 2)
+    sizes = [each for each in SIZES if scales.shape[1] == -(-k // each)] or [GROUP]
+    check_shape("weight_scale", scales, (n, -(-k // sizes[0])), f"weight {list(packed.shape)}")
+    if size is not None and size not in sizes:
+        raise CheckpointError(f"scales have groups of {sizes[0]}, but group_size={size!r} in the quantization_config")
+    given = module.tensors.get("weight_scale_2")
+    factor = module.take("weight_scale_2", FLOATS, 0 if given is None else given.ndim).float().view(-1)
+    check_positive("weight_scale_2", factor)
+    return weight(from_stream(packed, 4, k), scales, lambda s: s * factor, factor, module.bias())
 
 
 def check_positive(name: str, factor: Tensor) -> None:

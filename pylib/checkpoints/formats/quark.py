@@ -7,6 +7,7 @@
                   per_channel          weight [n, k], weight_scale and weight_zero_point [n]; or [] of "per_tensor"
     fp8_e4m3                           weight [n, k], weight_scale [] or [n]
     fp4, fp6      per_group with e8m0  weight uint8, each row a stream of codes; weight_scale uint8 [n, k / 32]
+    fp4           in two stages        the same with scales as in nvfp4.py
 
 Of a word's eight numbers, 0, 2, 4, 6, 1, 3, 5, 7 follow one another from the lowest bits on if "pack_method" is
 "reorder". w = scale * (code - zero). "layer_quant_config" has other values for modules, by patterns of their names.
@@ -24,6 +25,7 @@ from torch import Tensor
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import spread
 from lowbit.pylib.checkpoints.config_entries import anything, named, one_of
+from lowbit.pylib.checkpoints.formats import nvfp4
 from lowbit.pylib.checkpoints.formats.awq import in_order
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.formats.gpt_oss import MX, scales_of_columns
@@ -55,10 +57,22 @@ def _scheme(module: ModuleTensors) -> Mapping[str, Any]:
     entry = found or module.config.get("global_quant_config")
     weight = cast(Mapping[str, Any], entry).get("weight") if isinstance(entry, Mapping) else None
     if isinstance(weight, list):
-        raise CheckpointError("weights quantized in two stages, of which the configuration has a list, can't be read")
+        return _of_stages(cast(list[Any], weight))
     if not isinstance(weight, Mapping):
         raise CheckpointError("the quantization_config says nothing of the weight of this layer")
     return cast(Mapping[str, Any], weight)
+
+
+def _of_stages(stages: list[Any]) -> Mapping[str, Any]:
+    """Returns the first of two stages, if the second one quantizes its scales, as in NVFP4."""
+    match stages:
+        case [{"dtype": "fp4"} as codes, {"dtype": "fp8_e4m3", "is_scale_quant": True}]:
+            return {**cast(Mapping[str, Any], codes), "scale_format": "e4m3"}
+        case _:
+            raise CheckpointError(
+                "weights quantized in two stages, of which the configuration has a list, can't be read but for NVFP4: "
+                "fp4 whose scales are fp8_e4m3"
+            )
 
 
 # -- integers
@@ -125,6 +139,8 @@ def _float8(module: ModuleTensors) -> Imported:
 
 
 def _small_floats(module: ModuleTensors, weight: str, scheme: Mapping[str, Any]) -> Imported:
+    if scheme.get("scale_format") == "e4m3" and weight == nvfp4.WEIGHT:
+        return nvfp4.read_multiplied(module, module.take("weight", torch.uint8, 2), scheme.get("group_size"))
     if (said := (scheme.get("scale_format"), scheme.get("group_size"))) != ("e8m0", MX):
         raise CheckpointError(f"scale_format={said[0]!r} and group_size={said[1]!r} must be 'e8m0' and {MX}")
     packed, bits = module.take("weight", torch.uint8, 2), int(weight[1])
@@ -164,6 +180,7 @@ ENTRIES = {
     "layer_quant_config": {"*": _OF_A_LAYER},
     **named("kv_cache_quant_config", "kv_cache_post_rope", "quant_mode", "version", "custom_mode", "min_kv_scale"),
     **named("kv_cache_group", "log_severity_level", "shared_scale_groups", "quant_flow", "keep_prequantized_layers"),
+    **named("gpu_resident_blocks", "sync_moe_expert_input_amax"),
 }
-_OTHERS = (".weight", ".weight_zero_point", ".bias", ".input_scale", ".input_zero_point", ".output_scale")
-FORMAT = Format((".weight_scale",), (*_OTHERS, ".output_zero_point"), read, ENTRIES)
+_OTHERS = (".weight", ".weight_scale_2", ".weight_zero_point", ".bias", ".input_scale", ".input_zero_point")
+FORMAT = Format((".weight_scale",), (*_OTHERS, ".output_scale", ".output_zero_point"), read, ENTRIES)
