@@ -199,13 +199,22 @@ class ChunkReader:
 
     def vectors(self, step: int) -> list[Value]:
         """The two vectors of a step: vector<16xf32>, to be multiplied by 2**exponents."""
-        position, result = self.map.position(step), constant(vec(i(32)), 0)
+        position = self.map.position(step)
+        return decode(self.map.type, self._codes(step, position), position, self.isa)
+
+    def integers(self, step: int) -> Value:
+        """The stored codes of a step, in pairs as they lie in memory: vector<32xi16>."""
+        return vector.bitcast(vec(i(16), 2 * LANES), self._codes(step, 0))
+
+    def _codes(self, step: int, position: int) -> Value:
+        """The codes of a step at a bit of both halves of their words, among zeros: vector<16xi32>."""
+        result = constant(vec(i(32)), 0)
         for piece in run_of(self.map.packing.bits)[2 * step + self._odd]:
             place = position + piece.low
             moved = shift_right(self._run_word(piece.word), piece.shift - place)
             field = bits_and(moved, (((1 << piece.bits) - 1) << place) * _HALVES)
             result = arith.ori(result, field)
-        return decode(self.map.type, result, position, self.isa)
+        return result
 
     def pairs(self, step: int, table: NDArray[np.float64]) -> Value:
         """The entries of a table for the codes of a step, in pairs as they lie in memory: vector<32xbf16>."""
@@ -213,11 +222,7 @@ class ChunkReader:
         if len(pieces) == 1:  # what stands above a code, the lookup does not see
             words = vector.bitcast(vec(i(16), 2 * LANES), self._run_word(pieces[0].word))
             return look_up_bf16(table, shift_right(words, pieces[0].shift))
-        index = constant(vec(i(32)), 0)
-        for piece in pieces:
-            moved = shift_right(self._run_word(piece.word), piece.shift - piece.low)
-            index = arith.ori(index, bits_and(moved, (((1 << piece.bits) - 1) << piece.low) * _HALVES))
-        return look_up_bf16(table, vector.bitcast(vec(i(16), 2 * LANES), index))
+        return look_up_bf16(table, self.integers(step))
 
     def _run_word(self, number: int) -> Value:
         """Word `number` of sixteen runs."""

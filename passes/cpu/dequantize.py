@@ -62,14 +62,14 @@ class ChunkDecoder:
     def begin(self, block: Value, chunk: Value) -> None:
         """Fetches scales, zeros and offsets of a chunk's 16 rows."""
         group, _ = divmod_(mul(chunk, self.spec.packing.chunk), self.weight.tiling.group)
-        for g in range(self.weight.tiling.groups):
-            self._scales.put(g, self.weight.scales(block, add(group, g)))
-            if self._zeros:
-                self._zeros.put(g, self.weight.zeros(block, add(group, g)))
-            if self._offsets:
-                self._offsets.put(g, self.weight.offsets(block, add(group, g)))
+        groups = [add(group, g) for g in range(self.weight.tiling.groups)]
+        self._scales.put([self.weight.scales(block, g) for g in groups])
+        if self._zeros:
+            self._zeros.put([self.weight.zeros(block, g) for g in groups])
+        if self._offsets:
+            self._offsets.put([self.weight.offsets(block, g) for g in groups])
         if self._rows:
-            self._rows.put(0, self.weight.row_scales(block))
+            self._rows.put([self.weight.row_scales(block)])
 
     def row(self, block: Value, chunk: Value, row: Row) -> list[Value]:
         """The vectors of a row, in decoded order."""

@@ -8,6 +8,7 @@ from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.epilogue import ACTIVATIONS, RESIDUAL, Activation
 from lowbit.passes.cpu.vector_ops import (
+    MAGIC,
     Value,
     add,
     at,
@@ -26,7 +27,6 @@ from lowbit.passes.cpu.vector_ops import (
 from lowbit.passes.cpu.weight import Weight
 from lowbit.passes.cpu.worker import Task
 
-_MAGIC = 1.5 * 2.0**23  # added to a number below 2^22, it leaves the nearest integer in the low bits
 _LN2 = 0.693359375, -2.12194440e-4  # the logarithm of 2 in two parts, the first of 10 bits
 _EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0
 """Coefficients of e^r for |r| <= ln(2) / 2, the highest first (Cephes mathematical library, Moshier, expf)."""
@@ -94,8 +94,8 @@ def exponential(x: Value) -> Value:
         return constant(kind, value)
 
     x = arith.minimumf(arith.maximumf(x, number(-87.3)), number(89.0))
-    shifted = arith.addf(arith.mulf(x, number(math.log2(math.e))), number(_MAGIC))
-    power = arith.subf(shifted, number(_MAGIC))
+    shifted = arith.addf(arith.mulf(x, number(math.log2(math.e))), number(MAGIC))
+    power = arith.subf(shifted, number(MAGIC))
     for part in _LN2:
         x = arith.subf(x, arith.mulf(power, number(part)))
     total = number(_EXP[0])

@@ -7,16 +7,12 @@ For every row block, for 4 tokens (that share a decode) or 1, for every tile of 
     total[t] += scale * acc[t]                        16 rows of vectors, in the first-level cache
 
 and, for the 16 rows at once, offset[t] += (offset - scale * zero) * sums[t]. Where groups are smaller than a chunk, acc
-is split by group. Codes are exact, and accumulation is in f32. Where the processor multiplies bf16, the activation is
-bf16 and bf16 holds all codes (not those of `nf4`, say), acc takes 32 columns at once, of which the codes are looked up.
+is split by group. Codes are exact; `products` says how they meet x.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lowbit.dialect.bindings import arith
 from lowbit.dialect.elements import ELEMENTS
@@ -24,10 +20,11 @@ from lowbit.dialect.epilogue import HALF
 from lowbit.dialect.fields import MOST
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.cpu.decode import ChunkReader, Isa, least_code, multiplies_bf16, pair_table
+from lowbit.passes.cpu.decode import Isa
 from lowbit.passes.cpu.epilogue import Epilogue
 from lowbit.passes.cpu.outliers import Lines, Outlier, add_to
-from lowbit.passes.cpu.prepare import Preparer, Rows
+from lowbit.passes.cpu.prepare import Preparer
+from lowbit.passes.cpu.products import Products, products_of
 from lowbit.passes.cpu.task import LINE, Needs
 from lowbit.passes.cpu.vector_ops import (
     Value,
@@ -36,7 +33,6 @@ from lowbit.passes.cpu.vector_ops import (
     broadcast,
     constant,
     divmod_,
-    dot_bf16,
     f32,
     fma,
     i64,
@@ -54,19 +50,6 @@ from lowbit.passes.cpu.weight import VECTOR_BYTES, Row, RowValues, Weight
 from lowbit.passes.cpu.worker import Ranged, Task, run_function
 
 TOKENS = 4  # that share a decode
-# Vectors that a tile is added up in: 8 of the 16 registers of AVX2. A multiply-add takes 4 cycles and 2 start
-# in every one, so fewer would wait for each other. 4 tokens of a row, or 2 of each of two rows.
-_SUMS = 4
-_PAIR_SUMS = 8  # AVX-512 has room for more
-
-
-def few_rows(spec: MatmulSpec, isa: Isa) -> Rows:
-    """The prepared activation."""
-    shifted = spec.zeros != "none"
-    if pair_table(spec, isa) is not None:
-        return Rows(spec, "bf16", paired=True, sums=shifted)
-    integer = spec.dtype.kind in ("uint", "int")
-    return Rows(spec, scaled=integer, sums=shifted or least_code(spec) != 0)
 
 
 def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
@@ -74,22 +57,20 @@ def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
     multiplies codes: where weights are rounded, it serves no tokens."""
     if spec.folds:
         return Needs()
-    if spec.invariant:
-        return Needs(MOST, block=TOKENS, per_token=few_rows(spec, isa).nbytes)
-    most = 4 if multiplies_bf16(spec, isa) and pair_table(spec, isa) is None else 12
-    return Needs(most, block=TOKENS, per_token=few_rows(spec, isa).nbytes)
+    products = products_of(spec, isa)
+    return Needs(MOST if spec.invariant else products.most, block=TOKENS, per_token=products.rows.nbytes)
 
 
 def build_few(spec: MatmulSpec, isa: Isa, scaled: bool = False) -> None:
     """Defines the program in the module at the insertion point. scaled: of an x whose rows have scales."""
-    rows = few_rows(spec, isa)
-    rows.constants()
+    products = products_of(spec, isa)
+    products.rows.constants()
 
     def emit(task: Task) -> tuple[Callable[[Value], None], Ranged]:
-        preparer = Preparer(rows)
+        preparer = Preparer(products.rows)
         weight = Weight(spec, isa, task.weight(spec))
         end = Epilogue(weight, task, scaled)
-        kernel = _Matmul(weight, pair_table(spec, isa), rows, task, end)
+        kernel = _Matmul(weight, products, task, end)
         x, row_bytes = task.array("x"), ELEMENTS[spec.act].bytes * spec.k
 
         def prepare(token: Value) -> None:
@@ -103,16 +84,14 @@ def build_few(spec: MatmulSpec, isa: Isa, scaled: bool = False) -> None:
 class _Matmul:
     """The parts of the work. `count` is how many tokens share a decode."""
 
-    def __init__(
-        self, weight: Weight, table: NDArray[np.float64] | None, rows: Rows, task: Task, end: Epilogue
-    ) -> None:
+    def __init__(self, weight: Weight, products: Products, task: Task, end: Epilogue) -> None:
         self.weight, self.spec, self.tiling = weight, weight.spec, weight.tiling
-        self.table, self.rows, self.task = table, rows, task
+        self.products, self.rows, self.task = products, products.rows, task
         self.end, self.m = end, task.integer("m")
-        self.has_offset = rows.sums
+        self.has_offset = self.rows.sums
         self.totals = scratch(ROWS * TOKENS * VECTOR_BYTES)
         self.offsets = scratch(TOKENS * VECTOR_BYTES)
-        self.scales = RowValues(self.tiling.groups)
+        self.scales = [RowValues(self.tiling.groups) for _ in range(TOKENS if self.rows.units else 1)]
 
     def blocks(self, first: Value, last: Value) -> None:
         """The row blocks from `first` up to `last`."""
@@ -131,16 +110,22 @@ class _Matmul:
         xs = self.task.row(token)
         with loop(0, self.tiling.spans, carried=[zero] * count if self.has_offset else []) as span:
             group = mul(span.index, self.tiling.groups)
-            for g in range(self.tiling.groups):
-                scale = self.weight.scales(block, add(group, g))
-                self.scales.put(g, scale)
-                shift = self.weight.shifts(scale, block, add(group, g), self.weight.low if self.table is None else 0)
+            scales = [self.weight.scales(block, add(group, g)) for g in range(self.tiling.groups)]
+            if not self.rows.units:
+                self.scales[0].put(scales)
+            for g, scale in enumerate(scales):
+                shift = self.weight.shifts(scale, block, add(group, g), self.products.low)
                 if shift is not None:
                     for t in range(count):
                         total = load(f32(), at(xs, mul(group, 4), t * self.rows.nbytes + self.rows.sums_at + 4 * g))
                         span.carried[t] = fma(shift, broadcast(total), span.carried[t])
             with loop(0, self.tiling.tiles) as tile:
-                chunk = mul(add(mul(span.index, self.tiling.tiles), tile.index), self.tiling.chunks)
+                number = add(mul(span.index, self.tiling.tiles), tile.index)
+                chunk = mul(number, self.tiling.chunks)
+                if self.rows.units:
+                    for t in range(count):
+                        units = at(xs, mul(number, 4 * self.tiling.groups), t * self.rows.nbytes + self.rows.units_at)
+                        self.scales[t].put(self._in_units(scales, units))
                 pairs = 2 if count == 1 and self.spec.invariant else 1
                 with loop(0, ROWS // 2, pairs) as g:
                     rows = [row for pair in range(pairs) for row in Row.pair(add(g.index, pair))]
@@ -152,9 +137,14 @@ class _Matmul:
             self._add_outliers(block, token, count)
         self._finish(block, token, count)
 
+    def _in_units(self, scales: Sequence[Value], units: Value) -> list[Value]:
+        """Returns the scales of a tile's groups times the units of x there."""
+        each = [load(f32(), at(units, byte=4 * g)) for g in range(len(scales))]
+        return [arith.mulf(scale, broadcast(unit)) for scale, unit in zip(scales, each)]
+
     def _rows(self, xs: Value, block: Value, first: Value, rows: Sequence[Row], count: int) -> None:
         """Adds the tile that begins with chunk `first` to the totals of some rows."""
-        zero = [constant(vec(f32()), 0.0)] * (_SUMS if self.table is None else _PAIR_SUMS)
+        zero = [self.products.zero()] * self.products.sums
         classes = self._vectors_by_group()
         if self.tiling.groups == 1:
             ((groups, vectors),) = classes.items()
@@ -167,14 +157,10 @@ class _Matmul:
                 self._update(rows, groups, sums, count)
 
     def _vectors_by_group(self) -> dict[tuple[int, ...], list[int]]:
-        """The decoded vectors of a chunk, by the groups of their elements."""
-        chunk_map, result = self.weight.map, dict[tuple[int, ...], list[int]]()
-        for step in range(chunk_map.steps):
-            if self.table is not None:
-                result.setdefault(chunk_map.pair_groups(step), []).append(step)
-            else:
-                for which in (0, 1):
-                    result.setdefault(chunk_map.groups(step, which), []).append(2 * step + which)
+        """The vectors of a chunk, by the groups of their elements."""
+        result = dict[tuple[int, ...], list[int]]()
+        for number, groups in enumerate(self.products.groups(self.weight.map)):
+            result.setdefault(groups, []).append(number)
         return result
 
     def _multiply(
@@ -192,39 +178,25 @@ class _Matmul:
         result = list(sums)
         readers = [self.weight.chunk(block, chunk, row) for row in rows]
         share = len(sums) // len(rows)
-        x = at(xs, mul(chunk, ELEMENTS[self.rows.element].bytes * self.spec.packing.chunk))
+        x = at(xs, mul(chunk, self.rows.bytes * self.spec.packing.chunk))
         for n, number in enumerate(vectors):
             for r, reader in enumerate(readers):
-                values = self._decoded(reader, number)
+                codes = self.products.codes(reader, number)
                 for t in range(count):
                     place = at(x, byte=t * self.rows.nbytes + number * LINE)
                     slot = r * share + (n * count + t) % share
-                    result[slot] = self._multiply_add(values, load(values.type, place), result[slot])
+                    result[slot] = self.products.multiply_add(codes, load(codes.type, place), result[slot])
         return result
-
-    def _decoded(self, reader: ChunkReader, number: int) -> Value:
-        """Vector `number` of a row of a chunk."""
-        if self.table is not None:
-            return reader.pairs(number, self.table)
-        step, which = divmod(number, 2)
-        return reader.vectors(step)[which]
-
-    def _multiply_add(self, a: Value, b: Value, total: Value) -> Value:
-        return fma(a, b, total) if self.table is None else dot_bf16(a, b, total)
 
     def _update(self, rows: Sequence[Row], groups: Sequence[int], sums: Sequence[Value], count: int) -> None:
         """totals += scale * sums."""
         share = len(sums) // len(rows)
         for r, row in enumerate(rows):
-            scale = self.scales.spread(row.index, groups)
+            scales = [values.spread(row.index, groups) for values in self.scales[:count]]
             for t in range(count):
-                mine = list(sums[r * share + t : (r + 1) * share : count])
-                while len(mine) > 1:
-                    mine = [arith.addf(a, b) for a, b in zip(mine[::2], mine[1::2])]
-                if self.table is None and self.weight.map.late_exponent:
-                    mine = [arith.mulf(mine[0], constant(vec(f32()), 2.0**self.weight.map.late_exponent))]
+                total = self.products.total(sums[r * share + t : (r + 1) * share : count], self.weight.map)
                 place = at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES)
-                store(fma(mine[0], scale, load(vec(f32()), place)), place)
+                store(fma(total, scales[t % len(scales)], load(vec(f32()), place)), place)
 
     def _add_outliers(self, block: Value, token: Value, count: int) -> None:
         """Adds the products with outliers to the first sum of each row; tokens beyond the last read the last."""

@@ -20,6 +20,7 @@ _INBOUNDS = llvm.GEPNoWrapFlags.inboundsFlag | llvm.GEPNoWrapFlags.nusw
 _MOST_CONSTANT = 2**31 - 1  # bytes of a constant index of getelementptr
 _DYNAMIC = -(1 << 31)  # marks an index of a GEP that is an operand
 LANES = 16  # f32 elements of a vector: one zmm register, or two ymm
+MAGIC = 1.5 * 2.0**23  # added to a number below 2^22, it leaves the nearest integer in the low bits
 Value = Any
 
 
@@ -179,6 +180,17 @@ def to_bf16(low: Value, high: Value) -> Value:
 def dot_bf16(a: Value, b: Value, c: Value) -> Value:
     """c + the products of two vector<32xbf16>, neighbours added: vector<16xf32>."""
     return llvm.call_intrinsic(c.type, "llvm.x86.avx512bf16.dpbf16ps.512", [c, a, b], [], [])
+
+
+def dot_i16(a: Value, b: Value, wide: bool) -> Value:
+    """The products of two vector<32xi16>, neighbours added: vector<16xi32>. wide: by AVX512BW, at once; else by
+    AVX2."""
+    if wide:
+        return llvm.call_intrinsic(vec(i(32)), "llvm.x86.avx512.pmaddw.d.512", [a, b], [], [])
+    halves = [range(start, start + LANES) for start in (0, LANES)]
+    kind, name = vec(i(32), LANES // 2), "llvm.x86.avx2.pmadd.wd"
+    low, high = (llvm.call_intrinsic(kind, name, [take(a, half), take(b, half)], [], []) for half in halves)
+    return vector.shuffle(low, high, list(range(LANES)))
 
 
 def sum_of(values: Value) -> Value:

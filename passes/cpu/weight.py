@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lowbit.dialect.bilevel import TABLE_CODE, Bilevel
 from lowbit.dialect.bilevel import least_code as scale_code
-from lowbit.dialect.bindings import arith, vector
+from lowbit.dialect.bindings import arith, ir, vector
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS, UNIT_BYTES
 from lowbit.dialect.spec import MatmulSpec
@@ -71,6 +71,11 @@ class Tiling:
         chunk = self.spec.packing.chunk
         of_span = self.span // chunk
         return max(d for d in range(1, max(_MAX_TILE // chunk, 1) + 1) if of_span % d == 0)
+
+    @property
+    def piece(self) -> int:
+        """Columns of a group in a tile."""
+        return min(self.group, self.chunks * self.spec.packing.chunk)
 
     @property
     def tiles(self) -> int:
@@ -190,19 +195,27 @@ class Weight:
 
 
 class RowValues:
-    """f32 of 16 rows for every group of a tile, on the stack: written by group, read by row."""
+    """f32 of 16 rows for every group of a tile, a power of two of them, on the stack: written by group, read by row."""
 
     def __init__(self, groups: int) -> None:
-        self._base = scratch(groups * VECTOR_BYTES)
+        self._groups, self._base = groups, scratch(groups * VECTOR_BYTES)
 
-    def put(self, group: int, values: Value) -> None:
-        store(values, at(self._base, byte=group * VECTOR_BYTES))
+    def put(self, values: Sequence[Value]) -> None:
+        """Writes the values of all groups, those of a row side by side."""
+        store(_interleaved(values), self._base)
 
     def spread(self, row: Value, groups: Sequence[int]) -> Value:
         """vector<16xf32> with a row's value of group groups[e] in element e."""
-        distinct = sorted(set(groups))
-        values = [load(f32(), at(self._base, mul(row, 4), g * VECTOR_BYTES)) for g in distinct]
-        if len(values) == 1:
-            return broadcast(values[0])
-        packed = vector.from_elements(vec(f32(), len(values)), values)
-        return take(packed, [distinct.index(g) for g in groups])
+        place = at(self._base, mul(row, 4 * self._groups))
+        if len(set(groups)) == 1:
+            return broadcast(load(f32(), at(place, byte=4 * groups[0])))
+        return take(load(vec(f32(), self._groups), place), groups)
+
+
+def _interleaved(vectors: Sequence[Value]) -> Value:
+    """Returns the first elements of all vectors, then the second ones, and so on."""
+    if len(vectors) == 1:
+        return vectors[0]
+    even, odd = _interleaved(vectors[::2]), _interleaved(vectors[1::2])
+    count = ir.VectorType(even.type).shape[0]
+    return vector.shuffle(even, odd, [element + which for element in range(count) for which in (0, count)])

@@ -21,14 +21,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lowbit
+from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.formats.packing import Packing, run_of
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.host import host_features
 from lowbit.passes.cpu import compile as cpu_compile
-from lowbit.passes.cpu.compile import isa_of
-from lowbit.passes.cpu.decode import ChunkMap
+from lowbit.passes.cpu.compile import compile_program, isa_of
+from lowbit.passes.cpu.decode import ChunkMap, Isa
+from lowbit.passes.cpu.lower_cpu import build_cpu_program
 from lowbit.pylib import matmul, reference
 from lowbit.pylib.build import knobs
 from lowbit.pylib.build.host_programs import processor
@@ -169,6 +171,41 @@ def test_any_spec(data: st.DataObject) -> None:
     act = data.draw(st.sampled_from(("f16", "bf16")))
     spec = spec_of(weight, data.draw(st.integers(1, 70)), k, group_size=group, zeros=zeros, act=act)
     check(spec, tuple(data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=3))))
+
+
+@pytest.mark.parametrize(("weight", "group"), [("u4", 32), ("i5", 32), ("i6", 16), ("i8", 32), ("u3", None)])
+def test_few_tokens_of_integers_are_in_fixed_point(weight: str, group: int | None) -> None:
+    """Whole numbers are exact; beside a large number, others are off by 2^-15 of it at most, in its own group alone."""
+    spec = spec_of(weight, n=24, k=320, group_size=group, act="bf16", out="f32")
+    _, codes, scales, *_ = reference.random_problem(spec, 1)
+    w, program = pack(spec, codes, torch.ones_like(scales)), CpuMatmul(spec)
+    values = reference.dequantize(spec, codes, torch.ones_like(scales))
+    for m in (1, 3):
+        x = torch.randint(-128, 128, (m, spec.k)).bfloat16()
+        assert np.array_equal(run(program, x, w).numpy(), x.double().numpy() @ values.T)
+        for large, at in ((3e4, 5), (1e-38, 200), (0.0, 0)):
+            x = torch.randn(m, spec.k).mul(1e-38 if large < 1 else 1).bfloat16()
+            x[:, at] = large
+            exact = x.double().numpy()
+            size = group or 320
+            largest = np.abs(exact).reshape(m, -1, size).max(2)
+            weights = np.abs(values).reshape(spec.n, -1, size).sum(2)
+            half_unit = np.maximum(largest * 2.0**-15, 2.0**-126)
+            bound = half_unit @ weights.T + tolerance(program, x, [codes, torch.ones_like(scales)])
+            assert reference.agrees(run(program, x, w), exact @ values.T, bound).all()
+
+
+def test_integers_are_multiplied_in_words_of_each_processor() -> None:
+    spec = spec_of("i8", n=16, k=64, group_size=32)
+    levels: dict[str, tuple[Isa, str]] = {
+        "x86-64-v3": ("avx2", "x86.avx2.pmadd.wd"),
+        "x86-64-v4": ("avx512", "x86.avx512.pmaddw.d.512"),
+    }
+    for level, (isa, instruction) in levels.items():
+        with new_context(), ir.Location.unknown():
+            assert instruction in str(build_cpu_program(spec, "few", isa))
+        code, _ = compile_program(spec, "few", level, elsewhere=True)
+        assert code
 
 
 def test_processor_levels() -> None:
