@@ -1,4 +1,4 @@
-"""ModelOpt's checkpoints of AWQ, whose layers multiply their inputs by a number for each column.
+"""ModelOpt's checkpoints of AWQ and SmoothQuant, whose layers multiply their inputs by a number for each column.
 
 A packer and a decoder of our own write and read them after modelopt/torch/export/quant_utils.py.
 """
@@ -24,7 +24,8 @@ from lowbit.pylib.nn.rotated import ColumnScaling, RotatedLinear
 transformers = pytest.importorskip("transformers")
 
 GROUP = {"W4A16_AWQ": 32, "W4A8_AWQ": 32, "NVFP4_AWQ": 16}
-ALGORITHMS = tuple(GROUP)
+SMOOTH = "W8A8_SQ_PER_CHANNEL"
+ALGORITHMS = (*GROUP, SMOOTH)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 HIDDEN, INNER = 64, 96
 LAYER = "model.layers.0"
@@ -47,6 +48,10 @@ def layer(algorithm: str, n: int, k: int, is_scaled: bool = True, seed: int = 0)
     given: dict[str, Tensor] = {"input_scale": torch.tensor(0.1)} if algorithm != "W4A16_AWQ" else {}
     if is_scaled:
         given["pre_quant_scale"] = (torch.rand(k, generator=generator) * 3 + 0.1).bfloat16()
+    if algorithm == SMOOTH:
+        numbers = torch.randint(-127, 128, (n, k), generator=generator)
+        of_rows = torch.rand(n, generator=generator) / 1024
+        return given | {"weight": numbers.to(torch.int8), "weight_scale": of_rows}, numbers * of_rows[:, None]
     scales = (torch.rand(n, k // GROUP[algorithm], generator=generator) + 0.5) / 64
     each = scales.repeat_interleave(GROUP[algorithm], 1)
     if algorithm == "NVFP4_AWQ":
@@ -64,7 +69,8 @@ def layer(algorithm: str, n: int, k: int, is_scaled: bool = True, seed: int = 0)
 
 
 def entries(algorithm: str) -> dict[str, Any]:
-    about = {"quant_algo": algorithm, "group_size": GROUP[algorithm], "pre_quant_scale": True}
+    about: dict[str, Any] = {"quant_algo": algorithm, "pre_quant_scale": True}
+    about |= {"group_size": GROUP[algorithm]} if algorithm in GROUP else {}
     return {"quant_method": "modelopt", **about}
 
 
@@ -114,7 +120,8 @@ def logits(model: Any) -> Tensor:
 def test_values_are_those_of_a_decoder_of_our_own(algorithm: str) -> None:
     given, expected = layer(algorithm, 48, 64, is_scaled=False)
     found = lowbit.import_weight(entries(algorithm), given, act="bf16")
-    assert str(found.spec).startswith("f4e2m1[48, 64]" if algorithm == "NVFP4_AWQ" else "i4[48, 64] f32 scale per 32")
+    spec = {"NVFP4_AWQ": "f4e2m1[48, 64]", SMOOTH: "i8[48, 64] f32 scale per row"}
+    assert str(found.spec).startswith(spec.get(algorithm, "i4[48, 64] f32 scale per 32"))
     assert torch.equal(found.dequantize().bfloat16(), expected.bfloat16())
     assert algorithm == "NVFP4_AWQ" or torch.equal(found.dequantize(), expected)
 
