@@ -1,17 +1,25 @@
-"""Which line of a program makes an operation: from the frames of this thread, or later from those in its location."""
+"""Which line of a program makes an operation: from the frames of this thread, or later from those in its location.
+
+MLIR takes locations from Python's frames where its bindings may look at these. Bindings for the stable ABI, which
+packages for Python 3.12 and later have, do not; there `located` gives operations theirs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lowbit.dialect.bindings import ext
+from lowbit.dialect.bindings import ext, ir
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
+_MOST_FRAMES = 10  # of a location, the innermost of the user's first
 _BETWEEN = (Path(__file__).parent, Path(ext.__file__).parent)  # the builder's folder, and that of MLIR's dialects
 
 
@@ -33,10 +41,37 @@ def named(location: Any) -> str:
 
 def caller() -> str:
     """The line of the program that calls the builder: `file:line: `, or nothing where only the builder is running."""
+    line = next(_users_frames(), None)
+    return f"{line[0]}:{line[1]}: " if line else ""
+
+
+def tracebacks() -> AbstractContextManager[Any]:
+    """Within it, operations have the frames of the program as their location, as far as MLIR sees to that."""
+    return ir.loc_tracebacks() if _sees_frames() else nullcontext()
+
+
+def located() -> AbstractContextManager[Any]:
+    """Within it, operations have the lines of the program as their location, if MLIR does not see to that."""
+    if _sees_frames() or not ir.Context.current:
+        return nullcontext()
+    frames = [ir.Location.file(path, line, 0) for path, line in islice(_users_frames(), _MOST_FRAMES)]
+    return ir.Location.callsite(frames[0], frames[1:]) if len(frames) > 1 else (frames or [ir.Location.unknown()])[0]
+
+
+@lru_cache(maxsize=None)
+def _sees_frames() -> bool:
+    """Whether MLIR's bindings look at Python's frames."""
+    with ir.Context(), ir.Location.unknown(), ir.loc_tracebacks():
+        return _FRAME.search(str(ir.Module.create().operation.location)) is not None
+
+
+def _users_frames() -> Iterator[tuple[str, int]]:
+    """Yields file and line of the frames of this thread outside of the builder, the innermost first."""
     frame = inspect.currentframe()
-    while frame and not _is_users(frame.f_code.co_filename):
+    while frame:
+        if _is_users(frame.f_code.co_filename):
+            yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame else ""
 
 
 def _is_users(path: str) -> bool:

@@ -17,7 +17,7 @@ from lowbit.passes.builder.accumulators import Accumulators
 from lowbit.passes.builder.codes import Codes
 from lowbit.passes.builder.control import Control
 from lowbit.passes.builder.elementwise import Elementwise
-from lowbit.passes.builder.locations import caller, named
+from lowbit.passes.builder.locations import caller, named, tracebacks
 from lowbit.passes.builder.memory import MemoryAccess
 from lowbit.passes.builder.outliers import Outliers
 from lowbit.passes.builder.products import Products
@@ -81,7 +81,7 @@ class Program(
         self.state: State = "new"
         self._open = ExitStack()
         self._context = ir.Context.current or _new_context()
-        with self._context, ir.Location.unknown(), ir.loc_tracebacks(), users_line("Program"):
+        with self._context, ir.Location.unknown(), tracebacks(), users_line("Program"):
             self._module = ir.Module.create()
             with ir.InsertionPoint(self._module.body):
                 attributes = text(name), i64(threads), grid_attr(extents), strings(tuple(params)), i64(workspace)
@@ -101,7 +101,7 @@ class Program(
         with ExitStack() as stack:
             stack.enter_context(self._context)
             stack.enter_context(ir.Location.unknown())
-            stack.enter_context(ir.loc_tracebacks())
+            stack.enter_context(tracebacks())
             stack.enter_context(building(self.scope, self._block))
             self._open = stack.pop_all()
         return self

@@ -20,7 +20,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.errors import LowbitError, PassError
-from lowbit.passes.builder.locations import caller
+from lowbit.passes.builder.locations import caller, located
 
 _numbers = count()
 _BUILDER = str(Path(__file__).parent)  # whose methods call each other unchecked
@@ -74,9 +74,11 @@ def inside(block: ir.Block) -> Generator[None]:
 
 @contextmanager
 def users_line(operation: str) -> Generator[None]:
-    """Names the line of the user's program, and the operation, in front of what goes wrong within."""
+    """Names the line of the user's program, and the operation, in front of what goes wrong within; operations are made
+    in this line."""
     try:
-        yield
+        with located():
+            yield
     except LowbitError as error:
         line = caller()
         if not str(error).startswith(line):
@@ -164,7 +166,7 @@ def _checked(method: FunctionType) -> Callable[..., Any]:
         with users_line(name):
             check_values(program.scope, (*arguments, *named.values()))
         program.scope.unentered.pop(number, None)
-        with method(program, *arguments, **named) as inside:
+        with located(), method(program, *arguments, **named) as inside:
             yield inside
 
     @wraps(method)

@@ -14,7 +14,7 @@ from lowbit.dialect.errors import LayoutError, LowbitError, PassError
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import local, spatial
-from lowbit.passes.builder import Program
+from lowbit.passes.builder import Program, locations
 
 UNIT = "vector<4xi32>"
 
@@ -188,6 +188,20 @@ def test_the_line_is_named() -> None:
         accumulator_of_f16(p, p.global_view(p["x"], "f16", (-1, 64), sizes=[p["m"]]))
     line = line_of(accumulator_of_f16, "p.mma")
     assert str(caught.value).startswith(f"program test is wrong: {__file__}:{line}: 'lowbit.mma' op element of c")
+
+
+BOUNDS = ("clamp", "none")
+
+
+def test_the_line_is_named_where_mlir_sees_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with its packages for Python 3.12: the builder gives operations their lines."""
+    monkeypatch.setattr(locations, "_sees_frames", lambda: False)
+    test_the_line_is_named()
+    with program() as p:
+        p.load(p.global_view(p["x"], "f16", (-1, 64), sizes=[p["m"]]), (p["m"] + 1, 0), spatial(4, 8), BOUNDS)
+    made = [(op.name, locations.user_line(op.location)) for op in p.op.body.blocks[0]]
+    where = (__file__, line_of(test_the_line_is_named_where_mlir_sees_no_frames, "p.load"))
+    assert all(line == where for name, line in made if name != "lowbit.return") and len(made) > 3
 
 
 @pytest.mark.parametrize(
