@@ -142,13 +142,10 @@ class CopyRowsOp(Lowbit.Operation, name="copy_rows"):
     def verify_invariants(op: Any) -> None:
         source, target, rows = Global.of(op.source.type), Shared.of(op.target.type), Global.of(op.rows.type)
         limit, dim = read_ints(op.limit), in_range(op.dim, "dim", 0, len(source.shape) - 1)
-        shape = read_layout(op.layout).shape
-        same_element(source.element, target.element, "element of the target")
-        fits = len(shape) == len(target.shape) and all(n <= most for n, most in zip(shape, target.shape))
-        expect(fits, "shape of the layout", f"the target's, {target.shape}, or less of it", shape)
+        _check_copy(op, source, target, part=True)
         same_element("i32", rows.element, "element of the rows")
         expect(len(rows.shape) == 1, "rows", "rank 1", list(rows.shape))
-        check_access(op, source, shape, BOUNDARIES, limited=bool(limit))
+        check_access(op, source, read_layout(op.layout).shape, BOUNDARIES, limited=bool(limit))
         word = read_strings(op.boundary)[dim]
         expect(word in ("zero", "skip"), f"boundary of dim {dim}, whose rows a list names", "zero or skip", word)
         expect(source.divisors[dim] == 1, f"divisor of dim {dim}, whose rows a list names", 1, source.divisors[dim])
@@ -196,10 +193,12 @@ class CopyPaddedOp(Lowbit.Operation, name="copy_padded"):
         in_range(op.group, "group", 1, in_range(op.padded, "padded", 1))
 
 
-def _check_copy(op: Any, source: Global, target: Shared) -> None:
-    layout = read_layout(op.layout)
+def _check_copy(op: Any, source: Global, target: Shared, part: bool = False) -> None:
+    """part: whether the layout may be of the first part of the target."""
+    shape, whole = read_layout(op.layout).shape, target.shape
     same_element(source.element, target.element, "element of the target")
-    expect(layout.shape == target.shape, "shape of the layout", f"the target's, {target.shape}", layout.shape)
+    fits = shape == whole or (part and len(shape) == len(whole) and all(n <= most for n, most in zip(shape, whole)))
+    expect(fits, "shape of the layout", f"the target's, {whole}" + ", or less of it" * part, shape)
 
 
 class FillTableOp(Lowbit.Operation, name="fill_table"):

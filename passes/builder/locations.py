@@ -55,7 +55,8 @@ def located() -> AbstractContextManager[Any]:
     if _sees_frames() or not ir.Context.current:
         return nullcontext()
     frames = [ir.Location.file(path, line, 0) for path, line in islice(_users_frames(), _MOST_FRAMES)]
-    return ir.Location.callsite(frames[0], frames[1:]) if len(frames) > 1 else (frames or [ir.Location.unknown()])[0]
+    innermost, *callers = frames or [ir.Location.unknown()]
+    return ir.Location.callsite(innermost, callers) if callers else innermost
 
 
 @lru_cache(maxsize=None)

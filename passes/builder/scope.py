@@ -74,8 +74,9 @@ def inside(block: ir.Block) -> Generator[None]:
 
 @contextmanager
 def users_line(operation: str) -> Generator[None]:
-    """Names the line of the user's program, and the operation, in front of what goes wrong within; operations are made
-    in this line."""
+    """Names the line of the user's program, and the operation, in front of what goes wrong within. The line is the
+    location of operations that are made within.
+    """
     try:
         with located():
             yield

@@ -20,10 +20,9 @@ from lowbit.dialect.signature import WORKSPACE, Extent, Param
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.dialect.top_k import IDS, ROUTER_WEIGHTS
 from lowbit.passes.kernels.base import KernelRequest
-from lowbit.passes.kernels.eight_bit_experts.schedule import EightBitExpertsSchedule
-from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.permute.family import FEW_ROWS, permute_spec
 from lowbit.passes.kernels.permute.family import default_schedule as permute_schedule
+from lowbit.passes.kernels.persistent.schedule import takes_rows_in_order
 from lowbit.passes.kernels.quantize.family import default_schedule as quantize_schedule
 from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_of, request
@@ -220,9 +219,9 @@ def ranges_of(
 
 def _gathering(made: KernelRequest) -> KernelRequest:
     """Returns a request whose kernel reads the list of rows of x, where one of these wants them in order."""
-    if not isinstance(made.schedule, (ExpertsSchedule, EightBitExpertsSchedule)):
+    if not takes_rows_in_order(made.schedule):
         return made
-    return request(made.spec, made.target, replace(made.schedule, gather=True))
+    return request(made.spec, made.target, replace(cast(Any, made.schedule), gather=True))
 
 
 def _check_ids(spec: MatmulSpec, target: Target) -> None:

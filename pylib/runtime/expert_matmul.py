@@ -22,7 +22,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import takes_rows_in_order
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.scheduling.expert_choice import choose_for_slots
 from lowbit.passes.scheduling.expert_rule import tiles_of
@@ -143,9 +143,7 @@ class Launches:
         """Whether the kernel takes a row of x for each slot, and reads no list of rows."""
         found = self._wants_order.get((tile, slots))
         if found is None:
-            schedule = self._schedule(tile, slots)
-            found = isinstance(schedule, PrefillSchedule) and not schedule.gathers
-            self._wants_order[tile, slots] = found
+            found = self._wants_order[tile, slots] = takes_rows_in_order(self._schedule(tile, slots))
         return found
 
     def kernel(self, tile: int, slots: int) -> Artifact:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import takes_rows_in_order
 from lowbit.passes.target import Target
 from lowbit.pylib.experts.by_kernel import gather_by_kernel
 from lowbit.pylib.runtime.activation import quantize_in_torch
@@ -109,7 +109,7 @@ class Stand:
         routed = cold_routings(weights.data.weight, problem.tokens, problem.top_k, tile)
         operands = [(each.routing.rows, each.routing.tiles) for each in routed]
         of_calls = [weights.x] * len(routed)
-        if isinstance(schedule, PrefillSchedule) and not schedule.gathers:
+        if takes_rows_in_order(schedule):
             first, *others = weights.x
             of_calls = [(gather_by_kernel(first, rows, self._target.name), *others) for rows, _ in operands]
         torch.cuda.synchronize()

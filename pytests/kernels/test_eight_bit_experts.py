@@ -33,6 +33,7 @@ from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
 from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
+from lowbit.passes.kernels.persistent.schedule import takes_rows_in_order
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling.expert_rule import schedule_for, tiles_of
@@ -61,7 +62,7 @@ def run(
     given: dict[str, Any] = {"x_scales": q.scales, "y": y, "m": len(ids)}
     given |= {"rows": torch.from_numpy(rows), "tiles": torch.from_numpy(tiles)}
     kernel, values = compile_kernel(request(spec, target, schedule)), q.values
-    if not schedule.gathers:
+    if takes_rows_in_order(schedule):
         values = values.view(torch.uint8)[torch.from_numpy(rows)].view(values.dtype)
     run_launch(kernel, w, True, 0, **given, **x_arguments(kernel, spec, values))
     return y, ids[order], rows

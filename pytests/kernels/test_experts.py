@@ -25,6 +25,7 @@ from lowbit.passes.kernels.experts.schedule import ExpertsSchedule, short_slots
 from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
+from lowbit.passes.kernels.persistent.schedule import takes_rows_in_order
 from lowbit.passes.kernels.persistent.tile_order import Turn
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.kernels.streaming.work import ExpertWork
@@ -78,7 +79,7 @@ def run(
     """y of all slots, the expert of each, and its row of x."""
     (order, tiles), tokens = routing(ids, spec.experts, schedule.tokens), len(x)
     rows = (order % len(x)).astype(np.int32)
-    if isinstance(schedule, ExpertsSchedule) and not schedule.gather:
+    if takes_rows_in_order(schedule):
         x, rows = x[rows].contiguous(), np.arange(len(rows), dtype=np.int32)
     y = torch.full((len(ids), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
     w = pack(spec, **weight)

@@ -13,7 +13,6 @@ from lowbit.passes.kernels.eight_bit_experts import legality
 from lowbit.passes.kernels.eight_bit_experts.schedule import EightBitExpertsSchedule
 from lowbit.passes.kernels.eight_bit_prefill.family import PRODUCTS
 from lowbit.passes.kernels.eight_bit_prefill.legality import spills
-from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
 from lowbit.passes.kernels.experts.family import Experts
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.expert_family import ExpertFamily, with_fewest_columns
@@ -57,8 +56,7 @@ class EightBitExperts(ExpertFamily[EightBitExpertsSchedule]):
             yield replace(s, last_tokens=next(iter(s.slice_sizes(1)), 0))
 
     def x_boxes(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> Mapping[str, tuple[int, int]]:
-        copies = bytes_plan(spec, schedule, WGMMA).base.x
-        return copies.boxes if copies.by_boxes else {}
+        return PersistentPlan(spec, schedule, WGMMA).x.boxes
 
     def spills(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> bool:
         return spills(spec, schedule)

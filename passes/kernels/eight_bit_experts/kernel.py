@@ -24,7 +24,7 @@ def eight_bit_experts_matmul(spec: MatmulSpec, schedule: EightBitExpertsSchedule
     """The tile program of a matmul of experts and activations of 8 bits, in a module of its own."""
     plan, banks = bytes_plan(spec, schedule, WGMMA), schedule.banks
     parts = Parts(
-        panels=ListedPanels if schedule.gathers else BoxPanels,
+        panels=ListedPanels if schedule.gather else BoxPanels,
         store=StagedStore,
         weight=lambda p: ByteWeight(p, plan.in_f16 if spec.folds else plan),
         multiplier=lambda p, panels, weight: ByteWgmmaMultiplier(p, plan, banks, panels, weight),

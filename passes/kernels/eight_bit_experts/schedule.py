@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.experts.schedule import ExpertsSchedule, short_slots
+from lowbit.passes.kernels.experts.schedule import ExpertsSchedule, short_sizes
+from lowbit.passes.kernels.persistent.schedule import RowsOfSlots
 
 
 @dataclass(frozen=True)
-class EightBitExpertsSchedule(EightBitPrefillSchedule):
+class EightBitExpertsSchedule(RowsOfSlots, EightBitPrefillSchedule):
     """The free choices of the kernel for experts and activations of 8 bits on Hopper: those of
-    `EightBitPrefillSchedule` that concern one block alone.
+    `EightBitPrefillSchedule` that concern one block alone, and where rows of x come from.
 
     tokens        slots of a tile, which are those of one expert: as in `ExpertsSchedule`
     panel_k       columns of x that are copied and multiplied at a time: 128 or 256
@@ -30,13 +31,6 @@ class EightBitExpertsSchedule(EightBitPrefillSchedule):
     }
 
     tokens: int = 128
-    gather: bool = False
-
-    @property
-    def gathers(self) -> bool:
-        return self.gather
 
     def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
-        """Returns the values of `last_tokens` besides 0: that of the table of tiles."""
-        short = short_slots(self.tokens)
-        return (short,) if 0 < short <= self.part_tokens else ()
+        return short_sizes(self)

@@ -53,8 +53,7 @@ class Experts(ExpertFamily[ExpertsSchedule]):
         return PersistentPlan(spec, schedule, WGMMA).scaling.rounding
 
     def x_boxes(self, spec: MatmulSpec, schedule: ExpertsSchedule) -> Mapping[str, tuple[int, int]]:
-        copies = PersistentPlan(spec, schedule, WGMMA).x
-        return copies.boxes if copies.by_boxes else {}
+        return PersistentPlan(spec, schedule, WGMMA).x.boxes
 
     def build(self, spec: MatmulSpec, schedule: ExpertsSchedule) -> ir.Module:
         from lowbit.passes.kernels.experts.kernel import experts_matmul

@@ -23,7 +23,7 @@ def experts_matmul(spec: MatmulSpec, schedule: ExpertsSchedule) -> ir.Module:
     """The tile program of a matmul of experts, in a module of its own."""
     plan = PersistentPlan(spec, schedule, WGMMA)
     parts = Parts(
-        panels=ListedPanels if schedule.gathers else BoxPanels,
+        panels=ListedPanels if schedule.gather else BoxPanels,
         store=StagedStore,
         weight=lambda p: Weight(p, plan),
         multiplier=lambda p, panels, weight: WgmmaMultiplier(p, plan, panels, weight),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import PrefillSchedule, RowsOfSlots
 
 _SHORT = 4  # times as many slots as a short tile has at most are those of a tile
 _LEAST = 128  # slots of a tile, from which on there are short ones
@@ -17,9 +17,16 @@ def short_slots(tile: int) -> int:
     return tile // _SHORT if tile >= _LEAST else 0
 
 
+def short_sizes(schedule: PrefillSchedule) -> tuple[int, ...]:
+    """Returns the values of `last_tokens` besides 0: the slots of short tiles, if a product has so many."""
+    short = short_slots(schedule.tokens)
+    return (short,) if 0 < short <= schedule.part_tokens else ()
+
+
 @dataclass(frozen=True)
-class ExpertsSchedule(PrefillSchedule):
-    """The free choices of the kernel for experts on Hopper: those of `PrefillSchedule` that concern one block alone.
+class ExpertsSchedule(RowsOfSlots, PrefillSchedule):
+    """The free choices of the kernel for experts on Hopper: those of `PrefillSchedule` that concern one block alone,
+    and where rows of x come from.
 
     tokens        slots of a tile, which are those of one expert: 32, 64, 96, 128, 192 or 256. Who makes the table of
                   tiles must know it
@@ -45,13 +52,6 @@ class ExpertsSchedule(PrefillSchedule):
     }
 
     tokens: int = 128
-    gather: bool = False
-
-    @property
-    def gathers(self) -> bool:
-        return self.gather
 
     def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
-        """Returns the values of `last_tokens` besides 0: that of the table of tiles."""
-        short = short_slots(self.tokens)
-        return (short,) if short else ()
+        return short_sizes(self)

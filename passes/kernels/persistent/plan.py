@@ -14,7 +14,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.engine import Engine
 from lowbit.passes.kernels.persistent.round import Round
 from lowbit.passes.kernels.persistent.scaling import Scaling
-from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule, takes_rows_in_order
 from lowbit.passes.kernels.persistent.staging import Staging
 from lowbit.passes.kernels.persistent.tiles import Tiles
 from lowbit.passes.kernels.persistent.x_copies import XCopies
@@ -57,8 +57,8 @@ class PersistentPlan:
     @cached_property
     def x(self) -> XCopies:
         swizzled = self.engine.asynchronous
-        gathered = self.spec.experts > 1 and self.schedule.gathers
-        return XCopies(self.spec, self.schedule, self.tiles, swizzled, by_boxes=swizzled and not gathered)
+        side_by_side = self.spec.experts == 1 or takes_rows_in_order(self.schedule)
+        return XCopies(self.spec, self.schedule, self.tiles, swizzled, by_boxes=swizzled and side_by_side)
 
     @cached_property
     def staging(self) -> Staging | None:

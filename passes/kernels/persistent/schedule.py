@@ -133,11 +133,18 @@ class PrefillSchedule(KernelSchedule):
         return self.stream_k != "off"
 
     @property
-    def gathers(self) -> bool:
-        """Whether rows of x are those that a list names, where a weight has several experts."""
-        return True
-
-    @property
     def cluster_blocks(self) -> int:
         """Blocks of a cluster."""
         return self.cluster * self.split_k
+
+
+@dataclass(frozen=True)
+class RowsOfSlots:
+    """Where rows of x come from in a kernel that multiplies the slots of experts by wgmma (`ExpertsSchedule`)."""
+
+    gather: bool = False
+
+
+def takes_rows_in_order(schedule: KernelSchedule) -> bool:
+    """Returns whether a kernel for several experts takes a row of x for each slot, and reads no list of rows."""
+    return isinstance(schedule, RowsOfSlots) and not schedule.gather

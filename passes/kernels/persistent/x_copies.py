@@ -35,7 +35,9 @@ class XCopies:
 
     @property
     def boxes(self) -> dict[str, tuple[int, int]]:
-        """Tokens and columns of x that one instruction copies, by parameter."""
+        """Tokens and columns of x that one instruction copies, by parameter; none without boxes."""
+        if not self.by_boxes:
+            return {}
         blocks, width = self.schedule.cluster_blocks, self.spec.x.per_panel
         return {name: (tokens // blocks, width) for tokens, name in self.parameters.items()}
 

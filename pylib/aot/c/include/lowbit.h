@@ -130,7 +130,8 @@ LOWBIT_API int64_t lowbit_input_bytes(const lowbit_matmul *handle, int input, in
  * m         rows of y; of experts slots, or, by ids that weights add up, tokens
  * x_rows    rows of x where it differs from m, for experts; 0: m
  * inputs    what a call has besides: {residual [m, outputs]}; of experts {rows, tiles}, the tables of a `Routing` in
- *           Python (of tiles[0] the third number may be 0), or {ids} and {ids, router weights} of a spec with top_k; NULL without
+ *           Python (of tiles[0] the third number may be 0), or {ids} and {ids, router weights} of a spec with top_k;
+ *           NULL without
  * workspace of lowbit_workspace_bytes
  * stream    a CUstream (or cudaStream_t)
  * flags     LOWBIT_SETTLED: the weight was written by work that had ended before the kernel in front of this call
