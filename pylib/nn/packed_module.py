@@ -19,6 +19,7 @@ from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.matmul import Matmul, compile
+from lowbit.pylib.nn.changes import note_change
 from lowbit.pylib.nn.dense_weight import DenseWeight, NoDense
 from lowbit.pylib.runtime.batch_invariant import MODE, invariant_text
 from lowbit.pylib.runtime.devices import target_at
@@ -66,6 +67,11 @@ class PackedModule(NoDense):
     def _forget(self) -> None:
         """Forget what was made of the buffers: they are others now."""
         self._last_packed = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("spec", "forward"):
+            note_change()
 
     @classmethod
     def empty(cls, spec: MatmulSpec, device: torch.device | str | None = None) -> Self:

@@ -19,6 +19,7 @@ from torch.compiler import assume_constant_result
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.targets import parse_target
+from lowbit.pylib.nn.changes import CHANGES, watch
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, with_gate
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.operator.schema import describe
@@ -76,12 +77,14 @@ class Stacked:
 
 
 class _Layers:
-    """The layers of lists of experts, their codes and specs, and whether any has hooks, which wait for calls. All of it
-    is looked at again before every call, so in loops that run in C: a list may have hundreds of layers."""
+    """The layers of lists of experts, their codes and specs, and whether any has hooks, which wait for calls. A call
+    looks at all of it if any layer has changed; in loops that run in C, since a list may have hundreds of layers."""
 
     def __init__(self, lists: Sequence[nn.ModuleList]) -> None:
-        self._modules = _modules_of(lists)
+        self._lists, self._modules = list(lists), _modules_of(lists)
         every = [layer for layers in self._modules for layer in layers if layer is not None]
+        watched = [watch(layers, "_modules") for layers in lists] + [watch(layer, *_OF_A_LAYER) for layer in every]
+        self._are_watched, self._seen = all(watched), CHANGES.last
         self._hooks = [hooks for layer in every for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         self._packed = [layer for layer in every if layer._buffers.get("codes") is not None]
         self._buffers, self._hooked = [layer._buffers for layer in self._packed], any(self._hooks)
@@ -91,12 +94,19 @@ class _Layers:
 
     def are_still(self, lists: Sequence[nn.ModuleList]) -> bool:
         """Tells whether lists have the same layers, with the same codes and specs, and hooks if any had some then."""
+        now = CHANGES.last
+        if now is self._seen and self._are_watched and all(map(is_, lists, self._lists)):
+            return True
         same = _modules_of(lists) == self._modules and any(self._hooks) == self._hooked
         same = same and all(map(is_, map(_CODES, self._buffers), self._codes))
-        return same and all(map(is_, map(_SPEC, self._packed), self._specs))
+        same = same and all(map(is_, map(_SPEC, self._packed), self._specs))
+        if same:
+            self._lists, self._seen = list(lists), now
+        return same
 
 
 _CODES, _SPEC = itemgetter("codes"), attrgetter("spec")
+_OF_A_LAYER = "_buffers", "_forward_hooks", "_forward_pre_hooks"
 
 
 def _modules_of(lists: Sequence[nn.ModuleList]) -> list[list[nn.Module | None]]:

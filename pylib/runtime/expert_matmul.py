@@ -101,6 +101,16 @@ class ExpertMatmul:
         """The kernel for so many slots in token tiles of so many, one of `self.tiles`."""
         return self._of(slots).kernel(tile, slots)
 
+    def prepare(self, tile: int, slots: int, device: str, in_order: bool = False) -> None:
+        """Have the kernel for such a call ready, and on a device those that quantize rows of x and write them in the
+        order of slots."""
+        launches = self._of(slots)
+        self.kernel(tile, slots)
+        if not (in_order or self._permutes) and launches.wants_order(tile, slots):
+            x = torch.zeros(1, self._spec.k, dtype=self._act, device=device)
+            rows = torch.zeros(1, dtype=torch.int32, device=device)
+            gather_by_kernel(self._operands(x, launches.spec)[0], rows, self._target)
+
     def _of(self, slots: int) -> Launches | CpuExperts:
         return self._few if slots < self._spec.first_in_eight_bits else self._many
 

@@ -561,7 +561,21 @@ def _replaced(experts: LowbitExperts) -> LowbitExperts:
     return experts
 
 
-@pytest.mark.parametrize("change", [_copied, _loaded, _assigned, _held, _replaced])
+def _listed(experts: LowbitExperts) -> LowbitExperts:
+    """Another list in place of one."""
+    experts.down = nn.ModuleList([experts.down[2], *experts.down[1:]])
+    return experts
+
+
+def _put(experts: LowbitExperts) -> LowbitExperts:
+    """Other buffers in the dictionary itself, as torch and others put them there."""
+    first, second = experts.down[1], experts.down[2]
+    for name, buffer in list(second._buffers.items()):
+        first._buffers[name] = buffer
+    return experts
+
+
+@pytest.mark.parametrize("change", [_copied, _loaded, _assigned, _held, _replaced, _listed, _put])
 def test_other_tensors_are_noticed(change: Callable[[LowbitExperts], LowbitExperts]) -> None:
     experts, call = quantized(), call_of(8)
     experts(*call)
@@ -569,6 +583,54 @@ def test_other_tensors_are_noticed(change: Callable[[LowbitExperts], LowbitExper
     for _ in range(2):
         assert_right(changed(*call), defined(changed, *call))
         assert is_served(changed)
+
+
+def test_a_call_with_other_tensors_leaves_those_of_the_module() -> None:
+    experts, call = quantized(), call_of(8)
+    expected = experts(*call)
+    other = {name: tensor.clone() for name, tensor in experts.named_buffers()}
+    other["down.1.codes"] = other["down.2.codes"].clone()
+    found = torch.func.functional_call(experts, other, call)
+    assert torch.equal(experts(*call), expected) and not torch.equal(found, expected)
+    _put_codes(experts)
+    assert_right(found, defined(experts, *call))
+
+
+def _put_codes(experts: LowbitExperts) -> None:
+    experts.down[1].codes = experts.down[2].codes.clone()
+
+
+def test_hooks_that_come_and_go_are_noticed() -> None:
+    experts, call, seen = quantized(), call_of(6), list[Tensor]()
+    expected = experts(*call)
+    handle = experts.down[int(call[1][call[1] >= 0][0]) % EXPERTS].register_forward_hook(
+        lambda layer, inputs, y: seen.append(y)
+    )
+    experts(*call)
+    assert seen and not is_served(experts)
+    handle.remove()
+    seen.clear()
+    assert torch.equal(experts(*call), expected) and not seen and is_served(experts)
+
+
+def test_layers_are_looked_at_after_changes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of any layer: hundreds of layers are looked at in a call, which is done where it may be of use."""
+    experts, call, looked = quantized(), call_of(3), list[int]()
+    look = stacked_experts._modules_of
+    monkeypatch.setattr(stacked_experts, "_modules_of", lambda lists: looked.append(1) or look(lists))
+    experts(*call)
+    for change in (None, "spec", "codes", "_buffers", None):
+        layer = experts.gate_up[1]
+        if change in ("spec", "codes"):
+            setattr(layer, change, getattr(layer, change))
+        elif change:
+            layer._buffers["codes"] = layer._buffers["codes"]
+        looked.clear()
+        experts(*call)
+        assert len(looked) == (1 if change else 0), change
+        looked.clear()
+        experts(*call)
+        assert not looked
 
 
 def test_codes_that_were_written_to_are_refused() -> None:

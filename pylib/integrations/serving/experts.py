@@ -74,14 +74,16 @@ class ExpertKernels:
         return by_ids(*texts, self.top_k, torch.int32, torch.float32)
 
     def prepare(self, tokens: int) -> None:
-        """Have these kernels ready in this process, and those that route tokens, permute x and add up."""
+        """Have these kernels ready in this process, and those that route tokens, permute, quantize and order rows of x,
+        and add up."""
         on = parse_target(self.target)
+        device = "cuda" if on.kind == "cuda" else "cpu"
         for spec, tile, slots in self._by_request(tokens).values() if on.is_gpu else ():
-            expert_matmul(spec, on).kernel(tile, slots)
+            expert_matmul(spec, on).prepare(tile, slots, device, in_order=spec is self.down)
         if few := self._few():
             few.prepare()
         for count in (1, min(tokens, FEW_ROWS + 1)) if on.is_gpu else ():
-            self._prepare_others(count, "cuda" if on.kind == "cuda" else "cpu")
+            self._prepare_others(count, device)
 
     def _prepare_others(self, tokens: int, device: str) -> None:
         """Run the kernels around the matmuls, for so many tokens that all have the first expert."""
