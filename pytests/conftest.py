@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason:
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason=f"gpu: {reason}"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there already out of garbage collection: MLIR, torch and thousands of tests, which live to the end,
+    would be gone through each time that a kernel's operations fill the youngest generation."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
