@@ -23,7 +23,7 @@ _Rewrite = Callable[[Reader, Token], str | None]  # writes the operation that be
 
 def to_own(text: str) -> str:
     """The text with every operation of the dialect in our form, as far as it has one there."""
-    return _rewritten(Reader.of(text), 0, len(text), _own)
+    return _rewritten(Reader.of(text), 0, len(text), _own) if '"lowbit.' in text else text
 
 
 def to_generic(text: str) -> str:

@@ -20,6 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _OPTIONS = (
     ("None for one scale per row", "0 for one scale per row"),
     (r"^config\['(.*?)'\] matches", r"--skip \1 matches"),
+    (r"^out=('.*[./].*' must be one of .*)", r"--out=\1, as the type of y; a file is named by -o"),
 )
 
 

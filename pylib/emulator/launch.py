@@ -164,6 +164,7 @@ class Emulator:
             if seen:
                 counted = np.sum([machine.counts for machine in machines], 0)[:-1]
                 seen.counts = Counter(dict(enumerate(counted.tolist())))
+                seen.read = device.bytes_seen()
             self.stats = Stats(counts, device.bytes_loaded, device.bytes_stored)
 
     def run(self, launch: Launch, arguments: Mapping[str, object], **options: Any) -> None:

@@ -72,6 +72,7 @@ class Launch:
     cluster   blocks of a cluster
     blocks    indices of the blocks that ran, by their numbers in events
     counts    warp instructions of each instruction
+    read      bytes of each argument's memory that were read, each counted once
     last      the latest event, which may not be among those that are noted
     fault     the error that ended it, in the last event
     whole     whether all of it was seen
@@ -84,6 +85,7 @@ class Launch:
     copies: list[Copy] = field(default_factory=list[Copy])
     accesses: dict[int, Access] = field(default_factory=dict[int, Access])
     counts: Counter[int] = field(default_factory=Counter[int])
+    read: dict[str, int] = field(default_factory=dict[str, int])
     last: Event | None = None
     fault: str | None = None
     whole: bool = True
@@ -120,6 +122,7 @@ class Observer:
         """A launch begins on the machines of one cluster."""
         launch = Launch(blocks[0].kernel, len(blocks))
         self.launches.append(launch)
+        blocks[0].device.watch()
         for block in blocks:
             watch = Watch(self, launch, block)
             block.steps = [watch.wrapped(number, step) for number, step in enumerate(block.steps)]

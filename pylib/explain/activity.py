@@ -6,16 +6,16 @@ from collections import Counter
 
 from lowbit.passes.origins import Lines
 from lowbit.pylib.emulator.observer import BANK_BYTES, BANKS, Access, Copy, Launch
-from lowbit.pylib.explain.figures import Bar, Bars, Cell, Figure, Grid, Table
+from lowbit.pylib.explain.figures import Bar, Bars, Cell, Figure, Grid, Table, cut
 from lowbit.pylib.explain.text import runs
 
 _LINE = BANKS * BANK_BYTES
-_MOST_ROWS = 24
+_MOST_BARS, _MOST_PLACES = 200, 48
 KINDS: dict[str, tuple[str, ...]] = {
     "products": ("mma", "wgmma"),
-    "copies": ("cp", "prefetch", "ldmatrix"),
+    "copies": ("cp", "prefetch"),
     "device memory": ("ld.global", "st.global", "red", "atom"),
-    "shared memory": ("ld.shared", "st.shared", "stmatrix"),
+    "shared memory": ("ld.shared", "st.shared", "ldmatrix", "stmatrix"),
     "parameters": ("ld.param",),
     "synchronization": ("bar", "barrier", "mbarrier", "fence", "membar", "griddepcontrol", "elect"),
     "bits": ("lop3", "shf", "shl", "shr", "and", "or", "xor", "not", "prmt", "bfe", "bfi", "mov", "cvta", "selp"),
@@ -30,19 +30,19 @@ def kind_of(name: str) -> str:
     return next(starts, "arithmetic")
 
 
-def activity_figures(seen: Launch, lines: Lines, weights: float | None) -> list[Figure]:
+def activity_figures(seen: Launch, lines: Lines, weights: int) -> list[Figure]:
     """Pictures of a launch.
 
     lines     the operation of the program that each line of the PTX came from
-    weights   numbers of the weight that these blocks multiplied, if that is known
+    weights   numbers of the packed weight that these blocks read, if they read some
     """
     figures: list[Figure] = [instruction_mix(seen, weights)]
     if seen.accesses:
-        figures += [shared_map(seen), conflicts(seen, lines), banks(seen)]
+        figures += [shared_map(seen), conflicts(seen, lines), *banks(seen)]
     return figures + ([timeline(seen)] if seen.copies else [])
 
 
-def instruction_mix(seen: Launch, weights: float | None) -> Table:
+def instruction_mix(seen: Launch, weights: int) -> Table:
     """Warp instructions that ran, by kind."""
     found: Counter[str] = Counter()
     for number, count in seen.counts.items():
@@ -53,11 +53,11 @@ def instruction_mix(seen: Launch, weights: float | None) -> Table:
     whole = "" if seen.whole else ", as far as the emulator was watched"
     first = f"the first cluster of {seen.cluster} blocks" if seen.cluster > 1 else "the first block"
     about = f"What {first} executed in the emulator{whole or (', up to the fault' * bool(seen.fault))}."
-    columns = ("kind", "warp instructions", "share", *(["per weight and thread"] if weights else []))
+    columns = ("kind", "warp instructions", "share", *(["of a thread per weight"] if weights else []))
     return Table("Instructions by kind", about, columns, tuple(rows))
 
 
-def _per(count: int, weights: float | None) -> tuple[str, ...]:
+def _per(count: int, weights: int) -> tuple[str, ...]:
     return (f"{32 * count / weights:.3f}",) if weights else ()
 
 
@@ -70,11 +70,11 @@ def shared_map(seen: Launch) -> Bars:
         name = seen.kernel.instructions[copy.instruction].name
         words.setdefault(name, set()).update(range(copy.start // BANK_BYTES, (copy.start + copy.bytes) // BANK_BYTES))
     end = BANK_BYTES * (max(max(each) for each in words.values()) + 1)
-    rows = []
+    about, rows = "Which bytes of a block's shared memory each kind of instruction touched.", []
     for hue, (name, touched) in enumerate(words.items()):
         ranges = [(BANK_BYTES * a, BANK_BYTES * b) for a, b in runs(sorted(touched))]
-        rows.append((name, tuple(Bar(a, b, f"{name}: bytes {a} to {b - 1}", hue) for a, b in ranges[:200])))
-    about = "Which bytes of a block's shared memory each kind of instruction touched."
+        about += cut(len(ranges), _MOST_BARS, f"stretches of {name}")
+        rows.append((name, tuple(Bar(a, b, f"{name}: bytes {a} to {b - 1}", hue) for a, b in ranges[:_MOST_BARS])))
     return Bars("Map of shared memory", about, "bytes", end, tuple(rows))
 
 
@@ -88,13 +88,13 @@ def conflicts(seen: Launch, lines: Lines) -> Table:
         total.passes += access.passes
         total.least += access.least
     ordered = sorted(together.items(), key=lambda item: -item[1].passes)
-    rows = [(name, "" if of is None else f"operation {of}", *_turns(access)) for (name, of), access in ordered]
+    rows = tuple((name, "" if of is None else of, *_turns(access)) for (name, of), access in ordered)
     about = (
         "Shared memory has 32 banks of 4 bytes. A turn brings a word of each; where threads want several of one, "
         "there are more turns: a conflict. Copies by the copy engine and reads of wgmma are not counted."
     )
     columns = ("instruction", "of", "requests of a warp", "turns", "without conflicts", "times as many")
-    return Table("Bank conflicts", about, columns, tuple(rows[:_MOST_ROWS]))
+    return Table("Bank conflicts", about, columns, rows)
 
 
 def _turns(access: Access) -> tuple[str, ...]:
@@ -102,16 +102,30 @@ def _turns(access: Access) -> tuple[str, ...]:
     return (*counts, f"{access.passes / access.least:.2f}")
 
 
-def banks(seen: Launch) -> Grid:
-    """The first request of the instruction with the most conflicts: the thread that each bank serves, turn by turn."""
-    number, access = max(seen.accesses.items(), key=lambda item: (item[1].passes / item[1].least, item[1].passes))
-    name = seen.kernel.instructions[number].name
-    turns = bank_turns(access)
-    cells = (tuple(_bank(bank, turn.get(bank)) for bank in range(BANKS)) for turn in turns)
+def banks(seen: Launch) -> list[Grid]:
+    """A picture for all instructions whose first request goes to the banks alike, those with most conflicts first: the
+    thread that each bank serves, turn by turn."""
+    alike: dict[tuple[str, str], list[Access]] = {}
+    for number, access in seen.accesses.items():
+        lanes = [{bank: lane for bank, (_, lane) in turn.items()} for turn in bank_turns(access)]
+        alike.setdefault((seen.kernel.instructions[number].name, str(lanes)), []).append(access)
+    drawn = [(_times(accesses), name, accesses) for (name, _), accesses in alike.items()]
+    return [_banks(name, times, accesses) for times, name, accesses in sorted(drawn, key=lambda each: -each[0])]
+
+
+def _times(accesses: list[Access]) -> float:
+    """How many times as many turns accesses take as without conflicts."""
+    return sum(each.passes for each in accesses) / sum(each.least for each in accesses)
+
+
+def _banks(name: str, times: float, accesses: list[Access]) -> Grid:
+    cells = (tuple(_bank(bank, turn.get(bank)) for bank in range(BANKS)) for turn in bank_turns(accesses[0]))
     rows = tuple((f"turn {i}", each) for i, each in enumerate(cells))
-    times = f"{access.passes / access.least:.2f} times as many turns as without conflicts"
-    about = f"A warp's first request by {name}: {times}. A cell has the lane that its bank serves."
-    return Grid("Banks of the access with the most conflicts", about, "bank", tuple(map(str, range(BANKS))), rows)
+    about = (
+        f"The first request of {len(accesses)} instruction{'s' * (len(accesses) > 1)}, whose requests take {times:.2f} "
+        "times as many turns as without conflicts. A cell has the lane that its bank serves."
+    )
+    return Grid(f"Banks of {name}", about, "bank", tuple(map(str, range(BANKS))), rows)
 
 
 def bank_turns(access: Access) -> list[dict[int, tuple[int, int]]]:
@@ -147,12 +161,13 @@ def timeline(seen: Launch) -> Bars:
         by_place.setdefault(copy.start, []).append(copy)
     last = max(event.time for event in seen.events) + 1
     rows: list[tuple[str, tuple[Bar, ...]]] = []
-    for hue, (start, group) in enumerate(sorted(by_place.items())[: 2 * _MOST_ROWS]):
+    for hue, (start, group) in enumerate(sorted(by_place.items())[:_MOST_PLACES]):
         bars = (Bar(c.begin, c.end or last, _flight(seen, c), hue) for c in group)
         rows.append((f"byte {start:,}", tuple(bars)))
     about = (
-        "Copies that are under way, by where in shared memory they go. A step is one instruction of the threads that "
-        "take it together. The emulator lets a copy land as late as it may: when it is waited for."
+        "Copies of the first block that are under way, by where in shared memory they go. A step is one instruction of "
+        "the threads that take it together. The emulator lets a copy land as late as it may: when it is waited for."
+        f"{cut(len(by_place), _MOST_PLACES, 'places')}"
     )
     return Bars("Copies in flight", about, "steps", last, tuple(rows))
 

@@ -14,13 +14,10 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.epilogue import RESIDUAL
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
-from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.top_k import IDS, ROUTER_WEIGHTS
 from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelRequest, KernelSchedule
-from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_named
-from lowbit.passes.kernels.streaming.plan import known_plan
 from lowbit.passes.launch import Launch
 from lowbit.passes.origins import Lines
 from lowbit.pylib.emulator import Emulator, observer
@@ -118,15 +115,11 @@ def tokens_of(schedule: KernelSchedule, m: int) -> int:
     return getattr(schedule, "tokens", m)
 
 
-def weights_of_cluster(request: KernelRequest, seen: observer.Launch) -> int | None:
-    """Numbers of the weight that the cluster multiplied; None where that depends on more than the schedule, or where
-    not all of it was seen."""
-    spec, schedule = request.spec, request.schedule
-    if not isinstance(schedule, Schedule) or spec.experts > 1 or not seen.whole:
-        return None
-    steps = known_plan(spec, schedule).steps
-    columns = steps.rounds * schedule.warps_k * schedule.step_k
-    return min(spec.n, ROWS * steps.row_blocks) * min(spec.k, columns * len(seen.blocks))
+def weights_of_cluster(request: KernelRequest, seen: observer.Launch) -> int:
+    """Numbers of the packed weight, with those that pad it, whose codes the cluster read; 0 where it reads none."""
+    if family_named(request.family).operation == "prepack":  # whose codes are a byte each
+        return 0
+    return 8 * seen.read.get("codes", 0) // request.spec.packing.bits
 
 
 def counts_by_line(seen: observer.Launch) -> dict[int, int]:

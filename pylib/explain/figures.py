@@ -109,15 +109,20 @@ class Bars:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under names of columns."""
+    """Rows of text under names of columns. A number is that of an operation, whose lines can be picked by it."""
 
     title: str
     about: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[str | int, ...], ...]
 
 
 Figure = Grid | Bars | Table
+
+
+def cut(count: int, most: int, what: str) -> str:
+    """A sentence that says how many of so many are shown; nothing where all are."""
+    return f" The first {most} of {count:,} {what} are shown." if count > most else ""
 
 
 def kind(figure: Figure) -> str:

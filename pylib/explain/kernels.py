@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import observer
 from lowbit.pylib.explain.activity import activity_figures
 from lowbit.pylib.explain.executed import (
+    STEPS,
     counts_by_line,
     counts_by_origin,
     first_cluster,
@@ -119,15 +121,17 @@ def explain_kernel(request: KernelRequest, m: int, measured: Measured = UNTIMED,
     spec, family = request.spec, family_named(request.family)
     rows = m if family.takes_any_tokens else min(m, tokens_of(request.schedule, m))
     compiled = compile_kernel(request, keep=True, origins=True)
-    seen = run_one_cluster(request, compiled.launch, compiled.ptx, rows)
     choices = ", ".join(f"{name}={value}" for name, value in spelled_out(request.schedule).items() if name != "family")
     emulated = rows_emulated(request, rows)
     part = f"emulated with {emulated} rows" if emulated < rows else ""
     about = "; ".join(filter(None, (f"Kernel family {request.family}: {choices or 'no choices'}", about, part)))
-    figures = [Roofline.of(request, rows).figure(measured)] if family.operation.endswith("matmul") else []
-    figures += [] if family.operation in ("permute", "quantize") else packing_figures(spec)
     title = f"{spec}, m = {m}, on {request.target}"
-    return _page(title, about, compiled, seen, figures, {"m": rows}, weights_of_cluster(request, seen))
+    with ThreadPoolExecutor(1) as beside:
+        code = beside.submit(_machine_code, compiled, {"m": rows})
+        seen = run_one_cluster(request, compiled.launch, compiled.ptx, rows)
+        figures = [Roofline.of(request, rows).figure(measured)] if family.operation.endswith("matmul") else []
+        figures += [] if family.operation in ("permute", "quantize") else packing_figures(spec)
+        return _page(title, about, compiled, code, seen, figures, weights_of_cluster(request, seen))
 
 
 def explain_program(program: Buildable, target: str | None = None, **arguments: Any) -> Page:
@@ -143,11 +147,13 @@ def explain_program(program: Buildable, target: str | None = None, **arguments: 
     """
     gpu = gpu_target(target)
     compiled = lower_program(program, gpu, origins=True)
-    seen = _seen(program, gpu, arguments) if arguments else None
     numbers = {name: value for name, value in arguments.items() if isinstance(value, int)}
     title = f"{compiled.launch.name}, on {gpu}"
-    about = "A tile program" + ". The grid of these arguments has no blocks: nothing ran" * bool(arguments and not seen)
-    return _page(title, about, compiled, seen, [], numbers, None)
+    with ThreadPoolExecutor(1) as beside:
+        code = beside.submit(_machine_code, compiled, numbers)
+        seen = _seen(program, gpu, arguments) if arguments else None
+        nothing = ". The grid of these arguments has no blocks: nothing ran" * bool(arguments and not seen)
+        return _page(title, f"A tile program{nothing}", compiled, code, seen, [])
 
 
 def _seen(program: Buildable, target: Target, arguments: Mapping[str, Any]) -> observer.Launch | None:
@@ -160,12 +166,12 @@ def _page(
     title: str,
     about: str,
     compiled: CompiledKernel,
+    code: Future[tuple[Pane, list[Figure]]],
     seen: observer.Launch | None,
     figures: list[Figure],
-    arguments: Mapping[str, int],
-    weights: float | None,
+    weights: int = 0,
 ) -> Page:
-    """The page of a compiled kernel for a GPU."""
+    """The page of a compiled kernel for a GPU. code: what `_machine_code` returns."""
     origins, stages = compiled.origins, compiled.stages
     if origins is None:
         raise ValueError("compile the kernel with origins=True")
@@ -173,11 +179,12 @@ def _page(
     shown += [stage_pane(name, TITLES[name], stages[name], lines) for name, lines in origins.lines.items()]
     if seen:
         about += f". The emulator found a fault: {seen.fault}" if seen.fault else ""
+        about += "" if seen.whole else f". The emulator was watched for {STEPS:,} steps"
         by_origin, by_line = counts_by_origin(seen, origins.lines["ptx"]), counts_by_line(seen)
         shown = [with_counts(pane, by_origin, by_line if pane.name == "ptx" else None) for pane in shown]
         figures = [*figures, *activity_figures(seen, origins.lines["ptx"], weights)]
     figures += shared_figures(stages["tile"], seen)
-    sass, of_machine = _machine_code(compiled, arguments)
+    sass, of_machine = code.result()
     return Page(title, about, (*shown, sass), (*of_machine, *figures, *layout_grids(stages["tile"])))
 
 

@@ -11,8 +11,8 @@ from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.layouts.parse import parse_layout
 from lowbit.pylib.explain.figures import Cell, Grid
 
-MOST, SIDE = 8, 32
-"""How many layouts are drawn, and rows and columns of each."""
+SIDE = 32
+"""Rows and columns that are drawn of a layout."""
 _TYPE = re.compile(r'^(!reg_\w+) = !lowbit\.reg<\[([\d, ]+)\], (.+), "([^"]+)">$', re.MULTILINE)
 
 
@@ -22,7 +22,7 @@ def layout_grids(tile: str) -> list[Grid]:
     for name, _, element, text in _TYPE.findall(tile):
         found.setdefault(parse_layout(text), f"{name} of {element}")
     ordered = sorted(found, key=lambda layout: -layout.locals * layout.threads)
-    return [layout_grid(layout, found[layout]) for layout in ordered[:MOST]]
+    return [layout_grid(layout, found[layout]) for layout in ordered]
 
 
 def layout_grid(layout: Layout, name: str) -> Grid:
@@ -37,8 +37,9 @@ def layout_grid(layout: Layout, name: str) -> Grid:
         rows.append((str(row), tuple(cells)))
     shown = "" if max(height, width) <= SIDE else f"; the first {len(rows)} x {min(width, SIDE)} elements are shown"
     about = (
-        f"{layout}: {' x '.join(map(str, layout.shape))} elements of {layout.threads} threads with {layout.locals} "
-        f"registers' worth each{shown}. A cell has the lane; of a tile with more dims it is the first index of these."
+        f"{layout}: {' x '.join(map(str, layout.shape))} elements, {layout.locals} in registers of each of "
+        f"{layout.threads} threads{shown}. A cell has lane:slot, which of the thread's elements it is; of a tile with "
+        "more dims it is the first index of these."
     )
     return Grid(f"Tile {name}", about, "element", tuple(str(c) for c in range(min(width, SIDE))), tuple(rows))
 
@@ -56,4 +57,4 @@ def _owners(layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _cell(layout: Layout, row: int, column: int, thread: int, slot: int) -> Cell:
     more = f", and {layout.replication - 1} more threads" if layout.replication > 1 else ""
     who = f"warp {thread // 32}, lane {thread % 32}, slot {slot}{more}"
-    return Cell(str(thread % 32), f"element ({row}, {column}): {who}", thread % 32)
+    return Cell(f"{thread % 32}:{slot}", f"element ({row}, {column}): {who}", thread % 32)

@@ -12,11 +12,13 @@ from lowbit.passes.kernels.registry import family_named
 from lowbit.passes.launch import Launch
 from lowbit.passes.target import Target
 from lowbit.pylib.explain.executed import tokens_of
-from lowbit.pylib.explain.figures import Bar, Bars, Cell, Figure, Grid, facts
+from lowbit.pylib.explain.figures import Bar, Bars, Cell, Figure, Grid, cut, facts
 from lowbit.pylib.explain.measured import Measured
 
 _RESERVED = 1024  # bytes of shared memory that the system takes of every block from sm_80 on
 _WARP, _UNIT = 32, 256  # registers are handed out to warps in units of so many
+_PARTS = 4  # of a multiprocessor, each with registers of its own for whole warps
+_SHARED_UNIT = 128  # bytes
 _MOST_WAVES = 8
 
 
@@ -28,13 +30,13 @@ class Occupancy:
 
     @staticmethod
     def of(launch: Launch, used: Resources, target: Target) -> Occupancy:
-        """By the rules of the CUDA Programming Guide."""
+        """By the rules of NVIDIA's occupancy calculator."""
         warps = -(-launch.threads // _WARP)
-        registers = -(-max(used.registers, 1) * _WARP // _UNIT) * _UNIT * warps
-        shared = launch.shared_bytes + used.shared + _RESERVED
+        registers = -(-max(used.registers, 1) * _WARP // _UNIT) * _UNIT  # of a warp
+        shared = -(-(launch.shared_bytes + used.shared + _RESERVED) // _SHARED_UNIT) * _SHARED_UNIT
         return Occupancy(
             {
-                "registers": target.registers_per_sm // registers,
+                "registers": target.registers_per_sm // _PARTS // registers * _PARTS // warps,
                 "shared memory": target.shared_per_sm // shared,
                 "threads": target.max_threads_per_sm // (warps * _WARP),
                 "blocks": target.max_blocks_per_sm,
@@ -56,6 +58,7 @@ def machine_figures(launch: Launch, used: Resources, target: Target, arguments: 
     is_known = {extent.param for extent in launch.grid} - {""} <= arguments.keys()
     sizes = launch.blocks(arguments, target.multiprocessors) if is_known else ()
     about = f"What the assembler says, and how many blocks fit on a multiprocessor of {target.arch}."
+    threads = occupancy.blocks * launch.threads
     limits = ", ".join(f"{name} {count}" for name, count in occupancy.limits.items())
     values: dict[str, object] = {
         "registers per thread": used.registers,
@@ -64,7 +67,7 @@ def machine_figures(launch: Launch, used: Resources, target: Target, arguments: 
         "threads per block": launch.threads,
         "grid": " x ".join(map(str, sizes or [each.written for each in launch.grid])),
         "blocks per multiprocessor": f"{occupancy.blocks}, by {occupancy.limit} ({limits})",
-        "occupancy": f"{occupancy.blocks * launch.threads} of {target.max_threads_per_sm} threads",
+        "occupancy": f"{threads} of {target.max_threads_per_sm} threads, {threads / target.max_threads_per_sm:.0%}",
     }
     figures: list[Figure] = [facts("Registers, shared memory, occupancy", about, values)]
     if occupancy.blocks and (blocks := math.prod(sizes or [0])):
@@ -85,7 +88,7 @@ def waves(blocks: int, per_processor: int, target: Target) -> Grid:
     about = (
         f"{blocks} block{'s' * (blocks > 1)} on {processors} multiprocessors with room for {per_processor} each: "
         f"{blocks / room:.2f} waves. The last one fills {last / room:.0%}. A cell is a multiprocessor, and how many "
-        "blocks it has."
+        f"blocks it has.{cut(count, _MOST_WAVES, 'waves')}"
     )
     names = tuple(str(i) if i % 4 == 0 else "" for i in range(processors))
     return Grid("Blocks on multiprocessors", about, "", names, tuple(rows))

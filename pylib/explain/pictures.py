@@ -22,7 +22,8 @@ from lowbit.pylib.explain.packing import lanes_of_block, unit_of, words_of, word
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.shared import buffers, pipeline
 
-_BROWSERS = ("chromium", "google-chrome", "chromium-browser", "chrome", "chrome-headless-shell")
+_BROWSERS = ("chromium", "google-chrome", "chromium-browser", "chrome")
+_BROWSERS += ("chromium-headless-shell", "chrome-headless-shell")
 _WIDTH, _HEIGHT = 1960, 700
 
 

@@ -24,6 +24,7 @@ import lowbit
 from lowbit.dialect.bilevel import least_code
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
+from lowbit.dialect.layouts.parse import parse_layout
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.top_k import TopK
 from lowbit.dialect.weight import TensorSlot
@@ -39,9 +40,10 @@ from lowbit.pylib.build import host_programs
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.explain import executed, measured
+from lowbit.pylib.explain.activity import bank_turns, banks
 from lowbit.pylib.explain.figures import Bars, Grid, Table
 from lowbit.pylib.explain.kernels import explain_kernel
-from lowbit.pylib.explain.layouts import layout_grid
+from lowbit.pylib.explain.layouts import layout_grid, layout_grids
 from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
 from lowbit.pylib.explain.measured import Measured, measure
 from lowbit.pylib.explain.packing import first_chunk_of, packing_figures, unit_of, words_of_lane
@@ -74,7 +76,7 @@ def values(page: Page, title: str) -> dict[str, str]:
     """The rows of a table of two columns."""
     table = figure(page, title)
     assert isinstance(table, Table)
-    return {row[0]: row[1] for row in table.rows}
+    return {str(row[0]): str(row[1]) for row in table.rows}
 
 
 # -- stages
@@ -284,7 +286,18 @@ def test_layouts(layout: Layout) -> None:
             (thread, slot), *others = layout.owner((row, column))
             who = f"warp {thread // 32}, lane {thread % 32}, slot {slot}"
             assert cell.title.startswith(f"element ({row}, {column}): {who}")
+            assert cell.text == f"{thread % 32}:{slot}"
             assert (f"and {len(others)} more" in cell.title) == bool(others)
+
+
+def test_every_layout_of_a_program_is_drawn() -> None:
+    wanted = kernel_choices(SPEC, parse_target("sm_90a")).launches(16)[0]
+    tile = compile_kernel(wanted, keep=True).stages["tile"]
+    texts = set(re.findall(r'^!reg_\w+ = .*, "([^"]+)">$', tile, re.MULTILINE))
+    drawn = layout_grids(tile)
+    assert len(texts) > 1 and {parse_layout(text) for text in texts} == {
+        parse_layout(grid.about.partition(": ")[0]) for grid in drawn
+    }
 
 
 def test_registers_and_shared_memory(page: Page) -> None:
@@ -304,6 +317,23 @@ def test_occupancy() -> None:
     found = Occupancy.of(launch, Resources(128, 0, 0, 0, 0), parse_target("sm_90a"))
     assert found.limits == {"registers": 4, "shared memory": 2, "threads": 16, "blocks": 32}
     assert (found.blocks, found.limit) == (2, "shared memory")
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "blocks"),
+    [
+        (64, 104, 0, 8),  # 3328 for a warp: four in each of four parts of 16384, in place of 19 in 65536
+        (96, 168, 0, 4),  # 5376: three in each part
+        (512, 112, 0, 1),
+        (32, 32, 0, 32),
+        (32, 32, 8 * 1024, 25),  # 9216 bytes with those of the system, of 233472
+        (32, 32, 20200, 10),  # 21248 in units of 128 bytes
+    ],
+)
+def test_blocks_of_a_multiprocessor(threads: int, registers: int, shared: int, blocks: int) -> None:
+    """As NVIDIA's occupancy calculator has them for a Hopper GPU."""
+    launch = replace(lowbit.compile(SPEC, "sm_90a").kernel(16).launch, threads=threads, shared_bytes=shared)
+    assert Occupancy.of(launch, Resources(registers, 0, 0, 0, 0), parse_target("sm_90a")).blocks == blocks
 
 
 @pytest.mark.parametrize(("blocks", "per_processor"), [(1, 1), (132, 1), (300, 2), (1000, 3)])
@@ -404,6 +434,46 @@ def test_counts_beside_lines(page: Page) -> None:
     assert int(mix["all"][1].replace(",", "")) == total
 
 
+def turns_by_hand(offsets: list[int], size: int) -> int:
+    """Turns of a request: threads in order, as many as have 128 bytes together; a bank gives one word in each."""
+    together, turns = max(1, 128 // max(size, 4)), 0
+    for first in range(0, len(offsets), together):
+        words = {at // 4 + i for at in offsets[first : first + together] for i in range(max(1, size // 4))}
+        turns += max(sum(word % 32 == bank for word in words) for bank in range(32))
+    return turns
+
+
+@pytest.mark.parametrize(("m", "target"), [(16, "sm_90a"), (300, "sm_80")])
+def test_banks_of_every_access(m: int, target: str) -> None:
+    """Each first request is drawn, with every word that a thread asks for in the turn and the bank that give it."""
+    wanted = kernel_choices(SPEC, parse_target(target)).launches(m)[0]
+    compiled = compile_kernel(wanted)
+    seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
+    for access in seen.accesses.values():
+        offsets, size = access.first
+        turns = bank_turns(access)
+        assert len(turns) == turns_by_hand(offsets, size)
+        served = {(bank, word) for turn in turns for bank, (word, _) in turn.items()}
+        assert served == {(word % 32, word) for at in offsets for word in range(at // 4, (at + max(size, 4)) // 4)}
+    drawn = banks(seen)
+    assert sum(int(grid.about.split()[4]) for grid in drawn) == len(seen.accesses)
+    names = {seen.kernel.instructions[number].name for number in seen.accesses}
+    assert {grid.title for grid in drawn} == {f"Banks of {name}" for name in names}
+
+
+def test_conflicts_name_operations(page: Page) -> None:
+    """Every access is in the table, with the number by which lines of stages are picked."""
+    table = figure(page, "Bank conflicts")
+    assert isinstance(table, Table)
+    (ptx,) = (pane for pane in page.panes if pane.name == "ptx")
+    rows = [(str(row[0]), row[1]) for row in table.rows if row[1] != ""]
+    assert rows
+    for name, of in rows:
+        opcode = name.partition(".")[0]
+        assert any(opcode in text_of(line.html) and of in line.origins for line in ptx.lines)
+        assert f'data-o="{of}">operation {of}</button>' in page.html
+
+
 @pytest.mark.parametrize("name", ["decode.html", "cpu.html"])
 def test_pages_of_the_docs(name: str) -> None:
     """`make pages` writes them. What they say depends on versions of LLVM and nvdisasm; how they look does not."""
@@ -495,7 +565,10 @@ def test_every_family(kernel: str) -> None:
     assert figure(page, "Instructions by kind").about.endswith("executed in the emulator.")
     assert any(line.note for line in page.panes[2].lines)
     titles = {each.title for each in page.figures}
-    assert ("Roofline" in titles) == family_named(family).operation.endswith("matmul")
+    operation = family_named(family).operation
+    assert ("Roofline" in titles) == operation.endswith("matmul")
+    per_weight = "of a thread per weight" in figure(page, "Instructions by kind").columns
+    assert per_weight == (operation.endswith("matmul") or operation == "dequantize")
     assert ("Bits of the packed weight" in titles) == (family not in ("permute", "quantize"))
     assert len(page.html.encode()) < 5e6
 
@@ -556,7 +629,8 @@ def test_rows_that_take_several_launches() -> None:
     [(4096, 1024, 16, "sm_90a"), (1024, 512, 1, "sm_90a"), (256, 1024, 16, "sm_80"), (40, 512, 1, "sm_80")],
 )
 def test_weights_of_a_cluster(n: int, k: int, m: int, target: str) -> None:
-    """All columns of each row whose sum it writes; of a grid that empty blocks fill up, too."""
+    """All columns of each row whose sum it writes, and of those that pad a block of 16; of a grid that empty blocks
+    fill up, too."""
     spec = MatmulSpec(n, k, "u4", group_size=128)
     wanted = kernel_choices(spec, parse_target(target)).launches(m)[0]
     assert wanted.schedule.split_k == 1  # type: ignore[attr-defined]
@@ -565,7 +639,7 @@ def test_weights_of_a_cluster(n: int, k: int, m: int, target: str) -> None:
     arguments = executed.arguments(wanted, compiled.launch, m)
     Emulator(compiled.ptx).run(compiled.launch, arguments, blocks=[(0, 0, 0)])
     written = np.frombuffer(arguments["y"], np.float16).reshape(m, n)[0] != 0
-    assert executed.weights_of_cluster(wanted, seen) == written.sum() * k
+    assert executed.weights_of_cluster(wanted, seen) == -(-written.sum() // 16) * 16 * k
 
 
 @pytest.mark.parametrize("m", [1, 64])
@@ -725,11 +799,27 @@ const press = (key) => list.dispatchEvent(new KeyboardEvent("keydown", {key, bub
 press("Home"); press("ArrowDown");
 const active = list.getAttribute("aria-activedescendant");
 press("Escape");
+const button = document.querySelector("button[data-o]");
+button.click();
+const named = document.querySelectorAll("#ptx li.on").length, wanted_ = button.dataset.o;
+press("Escape");
+const grid = document.querySelector("figure.grid .scroll"), said = [];
+for (const key of ["ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft"]) {
+  grid.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
+  said.push(document.getElementById("status").textContent);
+}
+const bar = document.querySelector("figure.bars b");
+bar.click();
+const tapped = document.getElementById("status").textContent === bar.title;
+const silent = [...document.querySelectorAll("[role=option]")].filter((each) =>
+  !each.textContent.trim() && !each.getAttribute("aria-label")).length;
+const empty = [...document.querySelectorAll("th")].filter((each) => !each.textContent.trim()).length;
 document.querySelector("button[data-pane=gpu]").click();
 const hidden = document.getElementById("gpu").hidden;
 const overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 const left = document.querySelectorAll("li.on").length;
 const found = {linked, without, hover, counts, active, left, hidden, overflow};
+Object.assign(found, {named, wanted_, said, tapped, silent, empty});
 document.body.setAttribute("data-found", JSON.stringify(found));
 </script>
 """
@@ -762,6 +852,13 @@ def test_picking_a_line_in_a_browser(page: Page, browsed: tuple[str, str]) -> No
     assert found["hover"] == sum(len(list(each.cells)) for each in page.figures if isinstance(each, Grid))
     assert found["active"] == "ptx-1" and found["left"] == 0 and found["hidden"]
     assert found["overflow"] <= 0  # nothing but panes and pictures scrolls sideways
+    assert found["named"] == sum(int(found["wanted_"]) in line.origins for line in page.panes[-2].lines) > 0
+    grid = next(each for each in page.figures if isinstance(each, Grid))
+    (_, (first, second, *_)) = grid.rows[0]
+    below = grid.rows[1][1][:2] if len(grid.rows) > 1 else (first, first)
+    moved = [below[1], below[0]] if len(grid.rows) > 1 else [second, first]
+    assert found["said"] == [cell.title for cell in (first, second, *moved)]
+    assert found["tapped"] and found["silent"] == found["empty"] == 0
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

@@ -80,6 +80,12 @@ def test_explain_as_a_page(tmp_path: Path):
     assert "<h1>ones, on sm_80</h1>" in page.read_text()
 
 
+def test_a_file_in_place_of_the_type_of_y():
+    said = "--out='page.html' must be one of 'f16', 'bf16', 'f32', as the type of y; a file is named by -o"
+    assert said in lowbit("explain", *SMALL, "--target", "sm_80", "--out", "page.html").output
+    assert "by -o" not in lowbit("explain", *SMALL, "--target", "sm_80", "--out", "f8").output
+
+
 def test_explain_a_layer_of_experts(tmp_path: Path):
     sizes = ("-n", 512, "-k", 256, "-g", 128, "--experts", 4)
     for target, few, tokens, shown in (

@@ -43,6 +43,7 @@ class DeviceMemory:
         self.stored: list[bool] = []
         self.data = np.zeros(0, np.uint8)
         self.bytes_loaded = self.bytes_stored = 0
+        self.seen: Array | None = None  # bytes of `data` that were read, for those who watch
         self._size = 0
 
     def add(self, name: str, size: int, host: Array | None = None) -> int:
@@ -81,6 +82,18 @@ class DeviceMemory:
         """Each of `lanes` reads a row of bytes, given by their offsets in `data`."""
         if self.races:
             self.races.read(lanes, byte)
+        if self.seen is not None:
+            self.seen[byte] = True
+
+    def watch(self) -> None:
+        """Notes from now on which bytes are read."""
+        self.seen = np.zeros(self._size, np.bool_)
+
+    def bytes_seen(self) -> dict[str, int]:
+        """Returns how many bytes of each array were read since `watch`, each counted once."""
+        ends = [*self.offsets[1:], self._size]
+        seen = np.zeros(0, np.bool_) if self.seen is None else self.seen
+        return {name: int(seen[start:end].sum()) for name, start, end in zip(self.names, self.offsets, ends)}
 
     def copy_back(self) -> None:
         for host, offset, stored in zip(self.hosts, self.offsets, self.stored):

@@ -7,6 +7,7 @@ for (const list of lists) {
     line.setAttribute("role", "option");
     line.setAttribute("aria-selected", "false");
     line.id = `${list.parentElement.id}-${i}`;
+    if (!line.textContent.trim()) line.setAttribute("aria-label", "blank");
     for (const origin of origins(line)) {
       if (!byOrigin.has(origin)) byOrigin.set(origin, []);
       byOrigin.get(origin).push(line);
@@ -34,22 +35,30 @@ function clear() {
     line.setAttribute("aria-selected", "false");
   }
   marked = [];
+  status_.textContent = "";
 }
 
 function show(list, line) {
   if (line) list.scrollTop = line.offsetTop - list.clientHeight / 3;
 }
 
-function pick(line) {
+// Marks the lines of a line's or a button's operations.
+function mark(from) {
   clear();
-  marked = [...new Set(origins(line).flatMap((origin) => byOrigin.get(origin)))];
+  marked = [...new Set(origins(from).flatMap((origin) => byOrigin.get(origin) || []))];
   for (const each of marked) {
     each.classList.add("on");
     each.setAttribute("aria-selected", "true");
   }
-  for (const list of lists) if (list !== line.parentElement) show(list, list.querySelector(".on"));
+  for (const list of lists) if (list !== from.parentElement) show(list, list.querySelector(".on"));
   const counts = lists.map((list) => `${list.querySelectorAll(".on").length} in ${list.parentElement.id}`);
   status_.textContent = marked.length ? `Marked lines: ${counts.join(", ")}` : "This line belongs to no operation";
+}
+
+function pick(line) {
+  mark(line);
+  const note = line.querySelector("u")?.title;
+  if (note) status_.textContent += `; ${note}`;
   moveTo(line);
 }
 
@@ -82,6 +91,47 @@ for (const list of lists) {
     if (!act) return;
     event.preventDefault();
     act(list.querySelector(".at") || list.firstElementChild);
+  });
+}
+for (const button of document.querySelectorAll("button[data-o]")) {
+  button.addEventListener("click", () => {
+    mark(button);
+    document.querySelector(".panes").scrollIntoView();
+  });
+}
+
+// Pictures: a cell is said when it is tapped, or gone to with arrows.
+function say(cell) {
+  const scroll = cell.closest(".scroll");
+  scroll.querySelector(".at")?.classList.remove("at");
+  cell.classList.add("at");
+  cell.scrollIntoView({ block: "nearest", inline: "nearest" });
+  status_.textContent = cell.title;
+}
+
+function cellBeside(cell, across, down) {
+  const said = (row) => [...(row?.querySelectorAll("[title]") || [])];
+  const row = cell.closest("tr");
+  const place = said(row).indexOf(cell);
+  if (across) return said(row)[place + across];
+  const other = said(down > 0 ? row.nextElementSibling : row.previousElementSibling);
+  return other[Math.min(place, other.length - 1)];
+}
+
+const steps = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
+for (const scroll of document.querySelectorAll(".scroll")) {
+  const first = scroll.querySelector("[title]");
+  if (!first) continue;
+  scroll.addEventListener("click", (event) => {
+    const cell = event.target.closest("[title]");
+    if (cell) say(cell);
+  });
+  scroll.addEventListener("keydown", (event) => {
+    if (!steps[event.key]) return;
+    event.preventDefault();
+    const at = scroll.querySelector(".at");
+    const cell = at ? cellBeside(at, ...steps[event.key]) : first;
+    if (cell) say(cell);
   });
 }
 for (const button of document.querySelectorAll("button[data-pane]")) {
