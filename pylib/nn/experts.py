@@ -3,13 +3,13 @@
 transformers 5 keeps all experts of a layer in one module with two parameters of three dimensions, `gate_up_proj` and
 `down_proj`. Here each expert has a `LowbitLinear` for either, so that it is saved, moved and checked like any other.
 
-On a GPU one kernel serves all experts of a matrix: tokens are sorted by expert on the device, and the weights of the
-experts' layers are slices of one (`stacked_experts.py`). Nothing waits for the device, and a CUDA graph is right for
-any routing.
+On a GPU one kernel serves all experts of a matrix that have one format: tokens are sorted by expert on the device, and
+the weights of the experts' layers are slices of one (`stacked_experts.py`). Nothing waits for the device, and a CUDA
+graph is right for any routing.
 
 A CPU has no such kernel; the same call multiplies by the experts that have tokens, one after the other.
 
-Where that does not serve (for gradients, for experts of several formats and some kinds of weights), a call asks for the
+Where that does not serve (for gradients, for experts of many formats and some kinds of weights), a call asks for the
 numbers of tokens, waits for them, and runs the layers of the experts that have any. While a CUDA graph is recorded or
 torch.compile traces, nothing can be waited for, and every expert runs on every token: right, with static shapes, and
 slower the more experts there are.
@@ -142,10 +142,15 @@ class LowbitExperts(NoDense):
         return result.to(hidden_states.dtype)
 
     def _sum_together(self, found: Stacked, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the sum by launches for all experts; on a CPU by calls."""
-        gate_up, down = found.matrices
-        result = sum_of_experts(x, top_k_index, top_k_weights, gate_up, down, found.tiles, self._apply_gate_to)
-        return result.to(x.dtype)
+        """Returns the sum by launches for all experts of a format, in f32 of those of several; on a CPU by calls."""
+        gate = self._apply_gate_to
+        sums = [
+            sum_of_experts(x, some.ids_here(top_k_index), top_k_weights, *some.matrices, some.tiles, gate)
+            for some in found.formats
+        ]
+        if len(sums) == 1:
+            return sums[0].to(x.dtype)
+        return torch.stack(sums).sum(0, dtype=torch.float32).to(x.dtype)
 
     def _together(self, x: Tensor, top_k_weights: Tensor) -> Stacked | None:
         """Returns the stacked weights for a call, if a kernel for all experts serves it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, is_, itemgetter
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.value_range import has_wide_range
 
+_MOST_FORMATS = 8  # of the experts of a layer: each takes launches of its own, with experts that are hit or without
 _MOST_CODES = 1 << 28  # of experts whose weights are unpacked at a time, of a byte each
 
 
@@ -51,29 +52,51 @@ class StackedWeights:
 
 
 @dataclass(frozen=True, eq=False)
+class StackedFormat:
+    """The experts of a layer that have one format.
+
+    matrices   the stacked weights of gate_up and down
+    tiles      sizes of token tiles that both have kernels for, the least first
+    numbers    i32 [experts of the layer + 1]: which of these experts each is, or -1; -1 for one elsewhere, the last.
+               None: these are all experts, in their order
+    """
+
+    matrices: tuple[StackedWeights, StackedWeights]
+    tiles: tuple[int, ...]
+    numbers: Tensor | None
+
+    def takes(self, x: Tensor) -> bool:
+        """Tells whether there are kernels, for an x [tokens, hidden] of this type and size."""
+        spec, codes = self.matrices[0].spec, self.matrices[0].tensors[0]
+        return x.dtype is TORCH[spec.act] and x.shape[1] == spec.k and x.device == codes.device
+
+    def ids_here(self, ids: Tensor) -> Tensor:
+        """Returns ids among these experts, of ids among those of the layer; -1 for all others."""
+        if self.numbers is None:
+            return ids
+        return self.numbers[ids.clamp(-1, len(self.numbers) - 1)]  # where -1 finds the last
+
+
+@dataclass(frozen=True, eq=False)
 class Stacked:
     """What was found of the layers of experts.
 
-    matrices   the stacked weights of gate_up and down; none where a kernel for all experts does not serve them
-    tiles      sizes of token tiles that both have kernels for
+    formats    the weights, by format; none where no kernel serves the experts of one together
     layers     the layers, as they were then
     """
 
-    matrices: tuple[StackedWeights, ...]
-    tiles: tuple[int, ...]
+    formats: tuple[StackedFormat, ...]
     layers: _Layers
 
     def holds(self, lists: Sequence[nn.ModuleList]) -> bool:
         """Tells whether the layers are the same, and nobody has written to their codes."""
-        same = self.layers.are_still(lists)
-        return same and all(matrix.tensors[0]._version == matrix.version for matrix in self.matrices)
+        if not self.layers.are_still(lists):
+            return False
+        return all(each.tensors[0]._version == each.version for some in self.formats for each in some.matrices)
 
     def takes(self, x: Tensor) -> bool:
         """Tells whether there are kernels, for an x [tokens, hidden] of this type and size."""
-        if not self.matrices:
-            return False
-        spec = self.matrices[0].spec
-        return x.dtype is TORCH[spec.act] and x.shape[1] == spec.k and x.device == self.matrices[0].tensors[0].device
+        return bool(self.formats) and all(some.takes(x) for some in self.formats)
 
 
 class _Layers:
@@ -115,7 +138,7 @@ def _modules_of(lists: Sequence[nn.ModuleList]) -> list[list[nn.Module | None]]:
 
 
 def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked:
-    """Stacks the tensors of layers of experts, where a kernel serves all experts of each list together; within
+    """Stacks the tensors of layers of experts, where a kernel serves all experts of one format together; within
     `lowbit.batch_invariant` one of those whose sums have one order.
 
     lists   gate_up and down of every expert
@@ -125,12 +148,53 @@ def stacked(lists: Sequence[nn.ModuleList], gate: Gate | None = None) -> Stacked
         for layer in layers:
             if isinstance(layer, LowbitLinear):
                 layer.check_unwritten()
-    served = _Layers(lists).are_plain and all(_served(list(layers)) for layers in lists)
-    if served and gate:
-        _gate(list(lists[0]), gate)
-    matrices = tuple(map(_stack, lists)) if served else ()
-    common = [tile for tile in matrices[0].tiles if tile in matrices[1].tiles] if matrices else []
-    return Stacked(matrices if common else (), tuple(common), _Layers(lists))
+    groups = _by_format(lists) if _Layers(lists).are_plain else []
+    served = 0 < len(groups) <= _MOST_FORMATS and len(lists[0]) > 1
+    served = served and all(_served(layers) for group in groups for layers in (group.gate_up, group.down))
+    formats = [_stack_format(group, len(lists[0]), gate) for group in groups] if served else []
+    return Stacked(tuple(formats) if all(each.tiles for each in formats) else (), _Layers(lists))
+
+
+class _Group(NamedTuple):
+    """Experts of one format: their numbers, and their layers."""
+
+    numbers: list[int]
+    gate_up: list[nn.Module]
+    down: list[nn.Module]
+
+
+def _by_format(lists: Sequence[nn.ModuleList]) -> list[_Group]:
+    """Returns the experts of each pair of specs and of devices."""
+    groups = dict[object, _Group]()
+    for number, (gate_up, down) in enumerate(zip(*lists)):
+        key = tuple((getattr(layer, "spec", None), layer.get_buffer("codes").device) for layer in (gate_up, down))
+        group = groups.setdefault(key, _Group([], [], []))
+        group.numbers.append(number)
+        group.gate_up.append(gate_up)
+        group.down.append(down)
+    return list(groups.values())
+
+
+def _stack_format(group: _Group, experts: int, gate: Gate | None) -> StackedFormat:
+    """Stacks the tensors of some of so many experts. One alone is there twice, since a kernel is for several."""
+    if gate:
+        _gate(group.gate_up, gate)
+    first, second = (
+        _stack(cast(list[LowbitLinear], layers * 2 if len(layers) == 1 else layers))
+        for layers in (group.gate_up, group.down)
+    )
+    tiles = tuple(tile for tile in first.tiles if tile in second.tiles)
+    numbers = None if len(group.numbers) == experts else _places(group.numbers, experts, first.tensors[0].device)
+    return StackedFormat((first, second), tiles, numbers)
+
+
+def _places(numbers: list[int], experts: int, device: torch.device) -> Tensor:
+    """Returns i32 [experts + 1]: where in `numbers` that of each expert is, and -1 for those that it has not."""
+    with torch.inference_mode(False):
+        places = torch.full((experts + 1,), -1, dtype=torch.int32)
+        places[numbers] = torch.arange(len(numbers), dtype=torch.int32)
+        places = places.to(device)
+    return _static(places)
 
 
 @assume_constant_result  # torch.compile would trace into what looks at the GPU, and warn
@@ -147,15 +211,14 @@ def _served(layers: list[nn.Module]) -> bool:
         return False  # adapters; or hooks of accelerate
     plain = cast(list[LowbitLinear], layers)
     first, target = plain[0], target_of(plain[0].codes.device)
-    alike = all(layer.spec is first.spec and layer.codes.device == first.codes.device for layer in plain)
-    if target is None or not alike or len(plain) == 1:
+    if target is None:
         return False
     on = parse_target(target)
     rounds = on.is_gpu and first.spec.for_rows(1).compute is None  # weights to the act type; other kernels scale sums
     if rounds and any(map(_has_wide_range, plain)):
         return False
     try:
-        spec = spec_of_experts(called(first.spec), len(plain))
+        spec = spec_of_experts(called(first.spec), max(2, len(plain)))
         return _is_cut_in_experts(spec, first.spec) and bool(expert_matmul(spec, on).tiles)
     except SpecError:
         return False
@@ -176,8 +239,7 @@ def _has_wide_range(layer: LowbitLinear) -> bool:
     )
 
 
-def _stack(layers: nn.ModuleList) -> StackedWeights:
-    plain = cast(list[LowbitLinear], list(layers))
+def _stack(plain: Sequence[LowbitLinear]) -> StackedWeights:
     spec = spec_of_experts(called(plain[0].spec), len(plain))
     target = parse_target(cast(str, target_of(plain[0].codes.device)))
     with torch.inference_mode(False), torch.no_grad():
@@ -228,8 +290,13 @@ def _stack_tensor(layers: Sequence[LowbitLinear], name: str) -> Tensor:
         whole = torch.cat(parts)
         for layer, part in zip(layers, whole.chunk(len(parts))):
             layer.share(name, part)
-    whole._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]  # graphs need no copy of it
-    return whole
+    return _static(whole)
+
+
+def _static(tensor: Tensor) -> Tensor:
+    """Returns a tensor that graphs need no copy of."""
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+    return tensor
 
 
 def _follow_one_another(parts: Sequence[Tensor]) -> bool:

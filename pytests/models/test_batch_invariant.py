@@ -91,7 +91,7 @@ def test_experts_give_a_token_the_same_bits(target: str, monkeypatch: pytest.Mon
         usual = experts(x, ids, weights)
         with lowbit.batch_invariant():
             together = experts(x, ids, weights)
-            assert experts._stacked[True].matrices and experts._stacked[False].matrices
+            assert experts._stacked[True].formats and experts._stacked[False].formats
             for first, last in ((0, 1), (5, 7), (36, 38), (20, 33), (65, 66)):
                 some = experts(x[first:last], ids[first:last], weights[first:last])
                 torch.testing.assert_close(some, together[first:last], rtol=0, atol=0, equal_nan=True)
@@ -106,7 +106,7 @@ def test_experts_in_eight_bits_are_called_one_by_one() -> None:
     with torch.no_grad(), lowbit.batch_invariant():
         together = experts(x, ids, weights)
         alone = torch.cat([experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(9)])
-        assert torch.equal(together, alone) and not experts._stacked[True].matrices
+        assert torch.equal(together, alone) and not experts._stacked[True].formats
 
 
 @pytest.mark.parametrize("target", ["cpu", "emulator:sm_90a"])

@@ -143,7 +143,7 @@ def assert_right(found: Tensor, expected: Tensor) -> None:
 
 def is_served(experts: LowbitExperts) -> bool:
     """Whether the last call ran all experts together."""
-    return any(found.matrices for found in experts._stacked.values())
+    return any(found.formats for found in experts._stacked.values())
 
 
 # -- what is computed
@@ -641,6 +641,68 @@ def test_codes_that_were_written_to_are_refused() -> None:
         experts(*call)
 
 
+# -- several formats
+
+
+FORMATS: dict[str, tuple[Any, ...]] = {
+    "one expert has another width": (U4, QuantConfig("u5", 16, clip="max")),
+    "three kinds, of which one is in 8 bits": (U4, QuantConfig("f6e3m2", 32), QuantConfig("i4", 32, **I8)),
+}
+
+
+def of_formats(name: str, formats: tuple[Any, ...], device: str = "cpu") -> LowbitExperts:
+    """Experts that take turns with formats, the last of which one expert alone has."""
+    experts = quantized(name, formats[0], device)
+    for number, config in enumerate(formats[1:], start=1):
+        other = quantized(name, config, device)
+        for expert in range(number, EXPERTS if config is not formats[-1] else number + 1, len(formats)):
+            experts.gate_up[expert], experts.down[expert] = other.gate_up[expert], other.down[expert]
+    return experts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_experts_of_several_formats(name: str, formats: str, tokens: int, device: str) -> None:
+    """Each format has launches of its own, and graphs may hold them: nothing waits for the device."""
+    experts, call = of_formats(name, FORMATS[formats], device), call_of(tokens, device=device)
+    expected = defined_by_format(experts, *call)
+    found = experts(*call)
+    assert is_served(experts) and len(experts._stacked[False].formats) == len(FORMATS[formats])
+    assert_right(found, expected)
+
+
+def defined_by_format(experts: LowbitExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """`defined`, of experts that may multiply other numbers each."""
+    total = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    for expert in range(EXPERTS):
+        alone = copy.copy(experts)
+        alone._modules = {**experts._modules}
+        for matrix in ("gate_up", "down"):
+            alone._modules[matrix] = nn.ModuleList([getattr(experts, matrix)[expert]] * EXPERTS)
+        total += defined(alone, x, torch.where(ids == expert, ids, -1), weights)
+    return total
+
+
+def test_a_format_comes_and_goes() -> None:
+    experts, call = quantized(), call_of(8)
+    before, layer = experts(*call), experts.down[1]
+    _of_two_formats(experts)
+    assert_right(experts(*call), defined(experts, *call))
+    assert len(experts._stacked[False].formats) == 2
+    experts.down[1] = layer
+    assert torch.equal(experts(*call), before) and len(experts._stacked[False].formats) == 1
+
+
+def test_compiled_with_several_formats() -> None:
+    experts, call = quantized(), call_of(6)
+    _of_two_formats(experts)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(compiled(*call), experts(*call)) and is_served(experts)
+
+
 # -- what is not served
 
 
@@ -665,20 +727,29 @@ def test_differences_that_are_no_bytes_run_one_by_one() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("change", [_of_two_formats, _hooked, _wrapped])
+@pytest.mark.parametrize("change", [_hooked, _wrapped])
 def test_other_experts_run_one_by_one(change: Callable[[LowbitExperts], None]) -> None:
     experts, call = quantized(), call_of(6)
     call[1].remainder_(EXPERTS)
-    expected = experts(*call) if change is not _of_two_formats else None
+    expected = experts(*call)
     change(experts)
     found = experts(*call)
     assert not is_served(experts)
-    if expected is not None:
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(found.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(found.abs().max()))
 
 
-def test_every_expert_runs_where_nothing_can_be_waited_for() -> None:
+def test_more_formats_than_have_launches_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked_experts, "_MOST_FORMATS", 1)
+    experts, call = quantized(), call_of(6)
+    call[1].remainder_(EXPERTS)
+    _of_two_formats(experts)
+    assert_right(experts(*call), defined(experts, *call))
+    assert not is_served(experts)
+
+
+def test_every_expert_runs_where_nothing_can_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that no kernel serves together."""
+    monkeypatch.setattr(stacked_experts, "_MOST_FORMATS", 1)
     experts, call = quantized(), call_of(6)
     call[1].remainder_(EXPERTS)
     _of_two_formats(experts)

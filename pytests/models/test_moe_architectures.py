@@ -170,7 +170,7 @@ def test_one_launch_multiplies_all_experts(name: str, monkeypatch: pytest.Monkey
         for module in (stacked_experts, experts_module):
             monkeypatch.setattr(module, "target_of", lambda _: "emulator:sm_80")
         found = experts(*given).float()
-    assert experts._stacked[False].matrices
+    assert experts._stacked[False].formats
     assert all(isinstance(layer, GatedLinear) for layer in experts.gate_up)
     assert float((found - expected).norm()) < 0.01 * float(expected.norm())
 
