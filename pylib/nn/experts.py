@@ -145,7 +145,7 @@ class LowbitExperts(NoDense):
         """Returns the sum by launches for all experts of a format, in f32 of those of several; on a CPU by calls."""
         gate = self._apply_gate_to
         sums = [
-            sum_of_experts(x, some.ids_here(top_k_index), top_k_weights, *some.matrices, some.tiles, gate)
+            sum_of_experts(x, some.ids_here(top_k_index), top_k_weights, *some.matrices, some.tiles, gate, self._count)
             for some in found.formats
         ]
         if len(sums) == 1:

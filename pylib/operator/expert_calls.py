@@ -39,6 +39,7 @@ def sum_of_experts(
     down: Weight,
     tiles: Sequence[int],
     gate: Callable[[Tensor], Tensor],
+    among: int = 0,
 ) -> Tensor:
     """Returns the sum of each token's experts, by their weights: [tokens, hidden] in the type of down's y.
 
@@ -47,12 +48,13 @@ def sum_of_experts(
     weights  likewise, of any float type
     tiles    sizes of token tiles that both matrices have kernels for, the least first
     gate     is applied to the sums of gate_up, unless their kernel does that
+    among    how many experts ids are spread over, those elsewhere among them; 0: those of the weights
     """
     run: Any = torch.ops.lowbit if is_compiling() or is_observed() else expert_schema
     if gate_up.spec.is_gated:
         kernels = gate_up.kernel, down.kernel
-        return run.sum_of_experts(x, ids, weights, gate_up.tensors, down.tensors, *kernels, tiles)
-    tile = tile_for(tiles, ids.shape[0] * ids.shape[1], gate_up.spec.experts)
+        return run.sum_of_experts(x, ids, weights, gate_up.tensors, down.tensors, *kernels, tiles, among)
+    tile = tile_for(tiles, ids.shape[0] * ids.shape[1], among or gate_up.spec.experts)
     rows, numbers, table, slots = run.route(ids, gate_up.kernel, tile)
     a = gate(run.expert_matmul(x, rows, table, gate_up.tensors, gate_up.kernel, tile))
     o = run.expert_matmul(a, numbers, table, down.tensors, down.kernel, tile, in_order=True)

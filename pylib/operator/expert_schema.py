@@ -68,6 +68,7 @@ def sum_of_experts(
     gate_up_kernel: str,
     down_kernel: str,
     tiles: Sequence[int],
+    among: int = 0,
 ) -> Tensor:
     """Returns the sum of each token's experts [tokens, hidden], whose gate the kernel of gate_up applies: by ids for
     few tokens, where there are kernels for that, else by the other operators.
@@ -75,12 +76,13 @@ def sum_of_experts(
     x             [tokens, k] in the act type
     ids, weights  [tokens, experts of a token]
     tiles         sizes of token tiles that both matrices have kernels for, the least first
+    among         how many experts ids are spread over, those elsewhere among them; 0: those of the weights
     """
     tokens, count = ids.shape
     few = by_ids(gate_up_kernel, down_kernel, count, ids.dtype, weights.dtype)
     if few is not None and 0 < tokens <= few.most_tokens:
         return few(aligned(x), aligned(ids), aligned(weights), gate_up, down)
-    tile = tile_for(tiles, tokens * count, parts(gate_up_kernel)["spec"].experts)
+    tile = tile_for(tiles, tokens * count, among or parts(gate_up_kernel)["spec"].experts)
     rows, numbers, table, slots = route(ids, gate_up_kernel, tile)
     a = expert_matmul(x, rows, table, gate_up, gate_up_kernel, tile)
     o = expert_matmul(a, numbers, table, down, down_kernel, tile, in_order=True)
@@ -116,7 +118,7 @@ def _fake_matmul(
 
 def _fake_sum(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor],
-    gate_up_kernel: str, down_kernel: str, tiles: Sequence[int],
+    gate_up_kernel: str, down_kernel: str, tiles: Sequence[int], among: int = 0,
 ) -> Tensor:  # fmt: skip
     spec = cast(MatmulSpec, parts(down_kernel)["spec"])
     return x.new_empty((ids.shape[0], spec.outputs), dtype=TORCH[spec.out_dtype])
@@ -144,7 +146,7 @@ for _schema, _function, _fake in (
     (
         (
             "sum_of_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] gate_up, Tensor[] down, str gate_up_kernel, "
-            "str down_kernel, int[] tiles) -> Tensor"
+            "str down_kernel, int[] tiles, int among=0) -> Tensor"
         ),
         sum_of_experts,
         _fake_sum,

@@ -23,6 +23,7 @@ from lowbit.pylib.experts.routing import route
 from lowbit.pylib.nn import experts as experts_module
 from lowbit.pylib.nn import stacked_experts
 from lowbit.pylib.nn.gated_linear import GatedLinear, alternating
+from lowbit.pylib.operator import expert_schema
 from lowbit.pylib.reference import matmul, multiplied, random_inputs
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.runtime.quantizers import EmulatorQuantizer
@@ -639,6 +640,20 @@ def test_codes_that_were_written_to_are_refused() -> None:
     experts.gate_up[2].get_buffer("codes").add_(1)
     with pytest.raises(PackError, match="written to"):
         experts(*call)
+
+
+# -- experts elsewhere
+
+
+def test_token_tiles_follow_from_all_experts_that_ids_are_spread_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 slots of 5 experts, one that has a format of its own has 20 or so, and not 100."""
+    found, tile_for = list[int](), expert_schema.tile_for
+    monkeypatch.setattr(expert_schema, "tile_for", lambda *given: found.append(given[2]) or tile_for(*given))
+    experts, call = quantized(), call_of(50)
+    experts(*call)
+    _of_two_formats(experts)
+    experts(*call)
+    assert found == [EXPERTS] * 3
 
 
 # -- several formats

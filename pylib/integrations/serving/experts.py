@@ -56,12 +56,14 @@ class ExpertKernels:
     """The kernels of the two matrices of experts, on one target.
 
     top_k   how many experts a token has
+    among   how many experts ids are spread over, those of other processes among them; 0: those of the matrices
     """
 
     gate_up: MatmulSpec
     down: MatmulSpec
     target: str
     top_k: int
+    among: int = 0
 
     def kernels(self, tokens: int) -> tuple[KernelRequest, ...]:
         """Returns what multiplies the slots of 1 to so many tokens; nothing on a CPU."""
@@ -103,7 +105,7 @@ class ExpertKernels:
         on, found = parse_target(self.target), dict[KernelRequest, tuple[MatmulSpec, int, int]]()
         tiles = _tiles(self.gate_up, self.down, self.target)
         for slots in range(self.top_k, self.top_k * tokens + 1, self.top_k):
-            tile = tile_for(tiles, slots, self.gate_up.experts)
+            tile = tile_for(tiles, slots, self.among or self.gate_up.experts)
             for spec in (self.gate_up, self.down):
                 in_order = replace(spec.for_rows(slots), permuted=False)
                 schedule = schedule_for_few(in_order, tile, slots, on)
@@ -122,14 +124,15 @@ class Experts(nn.Module):
     """Low-bit experts with a gate that the kernel of gate_up applies.
 
     top_k   how many experts a token has
+    among   how many experts ids are spread over, those of other processes among them; 0: those of the weights
 
     Raises SpecError for weights that nothing multiplies for all experts.
     """
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight, top_k: int = 1) -> None:
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight, top_k: int = 1, among: int = 0) -> None:
         super().__init__()
         self.gate_up, self.down = (PackedModule(packed.spec, packed) for packed in (gate_up, down))
-        self._top_k = top_k
+        self._top_k, self._among = top_k, among
         self._names = tuple(tuple(slot.name for slot in packed.spec.tensors) for packed in (gate_up, down))
         self._target: str | None = None
         self._kernels: tuple[str, ...] = ()
@@ -144,7 +147,7 @@ class Experts(nn.Module):
         """What multiplies by them; None on meta."""
         target = target_of(self.gate_up.codes.device)
         specs = called(self.gate_up.spec), called(self.down.spec)
-        return ExpertKernels(*specs, target, self._top_k) if target else None
+        return ExpertKernels(*specs, target, self._top_k, self._among) if target else None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Returns the sum of each token's experts, by their weights: [tokens, hidden].
@@ -160,7 +163,7 @@ class Experts(nn.Module):
         gate_up, down = (
             [getattr(module, name) for name in names] for module, names in zip((self.gate_up, self.down), self._names)
         )
-        return run.sum_of_experts(x, ids, weights, gate_up, down, *self._kernels, self._tiles)
+        return run.sum_of_experts(x, ids, weights, gate_up, down, *self._kernels, self._tiles, self._among)
 
     def _describe(self, target: str) -> None:
         """Finds what operators are told of the matrices. torch.compile need not trace it."""

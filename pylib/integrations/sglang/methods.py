@@ -246,7 +246,8 @@ class OnLoadExperts(_Dense, ExpertsMethod):
 
     def make(self, layer: Any) -> nn.Module:
         gate_up = quantize_experts(layer.w13_weight.data, None, self.configs[0], GATES["silu"])
-        return Experts(gate_up, quantize_experts(layer.w2_weight.data, None, self.configs[1]), layer.top_k)
+        down = quantize_experts(layer.w2_weight.data, None, self.configs[1])
+        return Experts(gate_up, down, layer.top_k, layer.num_experts)
 
 
 class SavedExperts(ExpertsMethod):
@@ -328,4 +329,4 @@ class SavedExperts(ExpertsMethod):
             raise none_came("{} of expert {}".format(*missing))
         tensors = {kind: torch.stack([came.pop((kind, each)) for each in range(self.count)]) for kind in self.kinds}
         gate_up, down = self.source.weights(tensors, self.share)
-        return Experts(gated(gate_up, GATES["silu"]), down, layer.top_k)
+        return Experts(gated(gate_up, GATES["silu"]), down, layer.top_k, layer.num_experts)

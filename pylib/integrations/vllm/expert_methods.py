@@ -74,6 +74,11 @@ class ExpertsMethod(Method, FusedMoEMethodBase):
             topk_ids = topk_ids.to(torch.int32)
         return layer.lowbit(x, topk_ids, topk_weights)
 
+    def _experts(self, layer: Any, gate_up: PackedWeight, down: PackedWeight) -> Experts:
+        """Returns experts of this process, to which ids are those of all processes."""
+        among = 0 if layer.expert_map is None else len(layer.expert_map)
+        return Experts(gate_up, down, self.moe.experts_per_token, among)
+
 
 def _check_adapters(lora: Any) -> None:
     """Raise SpecError where vLLM would put adapters on experts: on all layers, if nothing says on which."""
@@ -135,7 +140,7 @@ class OnLoadExperts(ExpertsMethod):
                 quantize_experts(weight, bias, config, gate)
                 for (weight, bias), config, gate in zip(pairs, self.configs, (self.gate, None), strict=True)
             )
-            return Experts(gate_up, down, self.moe.experts_per_token)
+            return self._experts(layer, gate_up, down)
 
 
 def _register(layer: Any, name: str, tensor: Tensor, attributes: Mapping[str, Any]) -> None:
@@ -206,7 +211,7 @@ class SavedExperts(ExpertsMethod):
             device = next(iter(tensors.values())).device
             made = self.source.random(self.count, device, self.share) if missing else None
             gate_up, down = made or self.source.weights(tensors, self.share)
-            return Experts(gated(gate_up, self.gate), down, self.moe.experts_per_token)
+            return self._experts(layer, gated(gate_up, self.gate), down)
 
     def _missing(self) -> str:
         """Returns the first tensor that has not come; "" if all have."""
@@ -255,7 +260,7 @@ class GptOssExperts(ExpertsMethod):
         """Returns this process's part of the experts."""
         with naming(self.name):
             gate_up, down = (self._weight(layer, name) for name in ("w13", "w2"))
-            return Experts(gated(gate_up, self.gate), down, self.moe.experts_per_token)
+            return self._experts(layer, gated(gate_up, self.gate), down)
 
     def _weight(self, layer: Any, name: str) -> PackedWeight:
         codes, scales, bias = (getattr(layer, f"{name}_{kind}").data for kind in ("weight", "weight_scale", "bias"))
