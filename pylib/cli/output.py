@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
+errors = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 """Where commands say what goes on or wrong, apart from what they print."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -33,7 +33,7 @@ def in_options(message: str) -> str:
 
 def show(title: str, facts: Mapping[str, str]) -> None:
     """Print a title and a line for each fact, with names in bold on a terminal. Values may have rich's markup."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     width = max(map(len, facts))
     console.print(escape(title), style="italic")
     for name, value in facts.items():

@@ -86,6 +86,11 @@ def test_a_file_in_place_of_the_type_of_y():
     assert "by -o" not in lowbit("explain", *SMALL, "--target", "sm_80", "--out", "f8").output
 
 
+@pytest.mark.parametrize("command", ["compile", "explain"])
+def test_a_name_in_colons_is_no_emoji(command: str):
+    assert "nowhere.py:x: there is no file" in lowbit(command, "nowhere.py:x", "-t", "sm_80", "-o", "page").output
+
+
 def test_explain_a_layer_of_experts(tmp_path: Path):
     sizes = ("-n", 512, "-k", 256, "-g", 128, "--experts", 4)
     for target, few, tokens, shown in (
