@@ -126,6 +126,8 @@ class Dense:
             path = self.checkpoint.tensors.path(name)
             raise CheckpointError(f"{path}: {name} is {given}, but {needed} in the model")
         moved = t.to(self.device or home(old))
+        if moved is t and self.checkpoint.format is not None:
+            moved = t.clone()  # which keeps no file in memory, of which all else has been unpacked
         return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
 
 

@@ -1,7 +1,8 @@
 """The tensors of a folder of safetensors files, read when they are asked for.
 
 The safetensors library checks that the header of a file is sound and maps the file into memory: a tensor takes memory
-when its values are used. The folder's own JSON files are checked here.
+when its values are used. What has been read of a file stays in memory as long as it is mapped, so only the last few
+files are. The folder's own JSON files are checked here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF = ".gguf"
 FLOATS = ("BF16", "F16", "F32", "F64")
 """The types of dense weights, as safetensors names them."""
+MOST_OPEN = 2  # files: a layer may be in two
 LONGEST_JSON = 1 << 27  # bytes; the index of a model of 100,000 tensors takes 10 MB
 
 
@@ -39,6 +41,8 @@ class TensorFiles(Mapping[str, Tensor]):
         self.folder = path.parent if path.is_file() else path
         self.metadata: dict[str, str] = {}
         self._open: dict[str, Any] = {}
+        self._headers: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
+        self._states: dict[str, tuple[int, int]] = {}
         self.files: dict[str, str] = {}
         for file, listed in (_files(path) if given is None else dict.fromkeys(given)).items():
             opened = self._opened(file)
@@ -67,22 +71,38 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor, without reading it."""
-        return tuple(self._opened(self.files[name]).get_slice(name).get_shape())
+        return self._header(name)[0]
 
     def dtype(self, name: str) -> str:
         """Returns what safetensors calls the type of a tensor, "F8_E4M3" say, without reading it."""
-        return str(self._opened(self.files[name]).get_slice(name).get_dtype())
+        return self._header(name)[1]
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
+        file = self.files[name]
+        if file not in self._headers:
+            opened = self._opened(file)
+            names: list[str] = opened.keys()
+            slices = {each: opened.get_slice(each) for each in names}
+            self._headers[file] = {each: (tuple(s.get_shape()), str(s.get_dtype())) for each, s in slices.items()}
+        return self._headers[file][name]
 
     def _opened(self, file: str) -> Any:
+        """Returns an open file, and closes the one that was opened first if there are too many."""
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
+                state = (self.folder / file).stat()
             except FileNotFoundError:
                 lost = f"{self.folder / file} is not there, though {INDEX} or a link names it"
                 raise CheckpointError(f"{lost}; copy all files of the checkpoint") from None
             except (SafetensorError, OSError, ValueError) as error:
                 why = "it is a GGUF file, which lowbit.from_gguf loads" if file.endswith(GGUF) else error
                 raise CheckpointError(f"{self.folder / file} is no sound safetensors file: {why}") from error
+            found = state.st_size, state.st_mtime_ns
+            if self._states.setdefault(file, found) != found:
+                raise CheckpointError(f"{self.folder / file} has changed since the checkpoint was opened")
+            if len(self._open) > MOST_OPEN:
+                del self._open[next(iter(self._open))]
         return self._open[file]
 
 
