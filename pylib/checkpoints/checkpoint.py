@@ -9,6 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,17 @@ from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.description import model_config, quantization_config
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.registry import format_of, import_between, import_experts, import_rows
+from lowbit.pylib.checkpoints.registry import format_of, import_between, import_experts, rows_between
 from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles
-from lowbit.pylib.checkpoints.transforms import AT_CALLS, Rotations, Transform, TransformReader, at_calls
+from lowbit.pylib.checkpoints.transforms import (
+    AT_CALLS,
+    Rotations,
+    Transform,
+    TransformReader,
+    at_calls,
+    check_unrotated,
+)
+from lowbit.pylib.nn.rotated import ColumnScaling
 from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights import saved as saved_weight
@@ -31,6 +40,7 @@ from lowbit.pylib.weights.packed import PackedWeight
 VERSION = "1"
 VERSION_KEY = "lowbit"  # in the metadata of our files
 EXTRA_STATE = "._extra_state"  # torch's name for the spec of a LowbitLinear
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 OF_ACTIVATIONS = re.compile(r"(input|output|activation|act|q|k|v|kv|prob)_(global_)?(scale|zero_point|amax)(_inv)?")
 """Tensors for activations of 8 bits and caches of attention: without them activations stay as they are."""
 
@@ -74,6 +84,7 @@ class Checkpoint:
         self.modules = tuple(self._names)
         self._transforms = _transforms(self.tensors, self.quantization_config, self.format)
         self.rotations = self._transforms.names_in(self.quantization_config if self.format else {}, self._names)
+        self._rotations_in = _by_module(self.rotations, self._names)
         used = self.rotations | {name for names in self._names.values() for name in names.values()}
         self.dense = tuple(name for name in self.tensors if name not in used)
         self._strays = {} if self.format is None else _strays(self.dense, self._names)
@@ -114,10 +125,23 @@ class Checkpoint:
             rotations = self._transforms.of(module, weight.spec.outputs, weight.spec.k)
             return weight, rotations.to(weight.device, TORCH[weight.spec.act], TORCH[weight.spec.out_dtype])
 
-    def rotations_of(self, module: str, n: int, k: int) -> Rotations:
-        """Returns what rotates the k inputs and the n outputs of a quantized layer at each call, on the CPU."""
+    def rotations_of(self, module: str, n: int, k: int, came: Mapping[str, Tensor] = NOTHING) -> Rotations:
+        """Returns what rotates the k inputs and the n outputs of a quantized layer at each call, on the CPU.
+
+        came   tensors in place of those of the files, by their names in `rotation_names_of`
+        """
         with self._naming_module(module):
-            return self._transforms.of(module, n, k)
+            return self._transforms.instead(module, came).of(module, n, k)
+
+    def scalings_of(self, module: str) -> tuple[ColumnScaling, ...]:
+        """Returns what multiplies the inputs of an expert's layer, on the CPU."""
+        with self._naming_module(module):
+            return self._transforms.scalings(module)
+
+    def rotation_names_of(self, module: str) -> dict[str, str]:
+        """Returns the names of tensors in a quantized layer that say how it is rotated, by what they are called in it.
+        Others of these layers may share them."""
+        return {name.removeprefix(f"{module}."): name for name in self._rotations_in.get(module, ())}
 
     def _weight(
         self, module: str, act: Act | None, device: torch.device | str, shape: tuple[int, int] | None
@@ -138,8 +162,23 @@ class Checkpoint:
         on top. The arguments are those of `load`."""
         with self._naming_module(modules[0]):
             self.check_unscaled(modules)
+            check_unrotated(self.quantization_config, modules)
+        return self.load_rows_between(modules, act, device)
+
+    def load_rows_between(
+        self,
+        modules: Sequence[str],
+        act: Act | None = None,
+        device: torch.device | str = "cpu",
+        factors: Tensor | None = None,
+    ) -> PackedWeight:
+        """Returns the same of layers whose inputs may be scaled.
+
+        factors   f32 [rows] that multiply the rows of the last layer
+        """
+        with self._naming_module(modules[0]):
             layers = [self._module_tensors(module, device) for module in modules]
-            return import_rows(self.quantization_config, layers, act or self._act(), modules)
+            return rows_between(self.quantization_config, layers, act or self._act(), factors)
 
     def load_experts(
         self, module: str, act: Act | None = None, device: torch.device | str = "cpu"
@@ -153,12 +192,31 @@ class Checkpoint:
             return import_experts(self.quantization_config, tensors, act or self._act(), module)
 
     def check_unscaled(self, modules: Iterable[str]) -> None:
-        """Raise CheckpointError if a tensor multiplies the inputs of one of these experts or embeddings."""
+        """Raise CheckpointError if a tensor multiplies the inputs of one of these modules, which are no linear layers
+        that can do that."""
         if scaled := [module for module in modules if self._transforms.scales(module)]:
             raise CheckpointError(
                 f"{scaled[0]}{self._transforms.scaling} multiplies what goes into a layer at each call; low-bit linear "
-                "layers alone do that, and no experts or embeddings. Use a checkpoint without"
+                "layers and experts with names of their own do that, and no others. Use a checkpoint without"
             )
+
+    def is_of_attention(self, tensor: str) -> bool:
+        """Tells whether a tensor belongs to a rotation of queries and keys, which cancels out."""
+        return self._transforms.is_of_attention(tensor)
+
+    def check_unturned(self, modules: Collection[str], kind: str) -> None:
+        """Raise CheckpointError for modules, by names of the checkpoint, whose inputs or outputs are to be rotated:
+        none of them is a low-bit linear layer.
+
+        kind   the name of the class of all of them, by which a configuration may mean them
+        """
+        for module in modules:
+            for transform in self.transforms:
+                if transform.matches([module], [kind]):
+                    raise CheckpointError(
+                        f"the {transform.group} of its transform_config rotates the {transform.location} of {module} "
+                        "at each call; low-bit linear layers alone do that. Use a checkpoint without"
+                    )
 
     @property
     def transforms(self) -> Sequence[Transform]:
@@ -208,6 +266,17 @@ class Checkpoint:
 def _transforms(tensors: TensorFiles, config: Mapping[str, Any], format: Format | None) -> TransformReader:
     """Returns the reader of what rotates or scales inputs and outputs of layers at each call."""
     return TransformReader(tensors) if format is None else TransformReader(tensors, at_calls(config), format.scaling)
+
+
+def _by_module(tensors: Iterable[str], modules: Collection[str]) -> dict[str, list[str]]:
+    """Returns the names of tensors that are in quantized layers, at any depth, by layer."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(tensors):
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            if (module := ".".join(parts[:count])) in modules:
+                found.setdefault(module, []).append(name)
+    return found
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

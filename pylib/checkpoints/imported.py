@@ -64,6 +64,19 @@ class Imported(UnpackedWeight):
         """Returns the weight with its columns in another order, in which groups are side by side; None leaves them."""
         return self if order is None else replace(self, codes=self.codes[:, order], permutation=order)
 
+    def times(self, factors: Tensor) -> Imported:
+        """Returns the weight and its bias with each row times a number of f32 [n]: in f32, scales are.
+
+        Raises CheckpointError for a weight of which scales are not all.
+        """
+        if self.offsets is not None or self.second_level or self.outliers is not None:
+            raise CheckpointError("rows of a weight with offsets, codes for scales, or outliers can't be scaled")
+        given, factors = self.row_scales, factors.to(self.codes.device)
+        bias = None if self.bias is None else self.bias.float() * factors
+        if given is None and self.scales.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            return replace(self, scales=self.scales.float() * factors[:, None], bias=bias)
+        return replace(self, row_scales=factors if given is None else given.float() * factors, bias=bias)
+
     def _group_size(self) -> int | None:
         """Returns the columns that share a scale; None for whole rows."""
         k, groups = self.codes.shape[1], self.scales.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -13,6 +14,7 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.checkpoints.expert_places import Place
+from lowbit.pylib.checkpoints.expert_scales import scales_of_experts
 from lowbit.pylib.checkpoints.placement import Placement
 from lowbit.pylib.checkpoints.registry import without_zero_bias
 from lowbit.pylib.checkpoints.transforms import Rotations
@@ -21,6 +23,7 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
+from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.progress import LayerBar
 from lowbit.pylib.nn.rotated import RotatedLinear
 from lowbit.pylib.weights.packed import PackedWeight
@@ -34,6 +37,13 @@ def home(t: Tensor) -> torch.device:
 def _home_of(module: nn.Module) -> torch.device:
     """Returns where to load what takes the place of a module."""
     return home(next((t for t in (*module.parameters(), *module.buffers())), torch.empty(0, device="cpu")))
+
+
+def _give_back() -> None:
+    """Return memory to the system that lies between weights, where others have been unpacked: glibc keeps it, more with
+    each layer."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def layer_of(packed: PackedWeight, rotations: Rotations) -> LowbitLinear | RotatedLinear:
@@ -69,6 +79,7 @@ class Loader:
             for name, modules in self._in_turn():
                 bar.begin(name)
                 found |= modules()
+                _give_back()
                 bar.end()
         return found
 
@@ -98,11 +109,21 @@ class Loader:
         return with_tied([here], embedding, tied_linears(self.modules.items(), old))
 
     def _experts(self, owner: str, places: Mapping[Place, str]) -> LowbitExperts:
-        dense = self.modules[owner]
-        return LowbitExperts(dense, *(self._matrix(dense, owner, matrix, places) for matrix in MATRICES))
+        dense, folder = self.modules[owner], self.checkpoint.tensors.folder
+        with naming(str(folder)):
+            scales = scales_of_experts(self.checkpoint, places, dense)
+        rows = scales.rows, dict[int, Tensor]()
+        matrices = [self._matrix(dense, owner, matrix, places, each) for matrix, each in zip(MATRICES, rows)]
+        inputs = [scaling.to(matrices[0][0].codes.device) for scaling in scales.inputs]
+        return LowbitExperts(dense, *matrices, inputs=inputs)
 
-    def _matrix(self, dense: nn.Module, owner: str, matrix: str, places: Mapping[Place, str]) -> list[LowbitLinear]:
-        """Returns a layer for each expert, of layers of their own or of a stack of them."""
+    def _matrix(
+        self, dense: nn.Module, owner: str, matrix: str, places: Mapping[Place, str], rows: Mapping[int, Tensor]
+    ) -> list[LowbitLinear]:
+        """Returns a layer for each expert, of layers of their own or of a stack of them.
+
+        rows   numbers for rows of the last part of an expert
+        """
         weight, count = dense_weight(dense, matrix), count_of(dense)
         device = self.device or home(weight)
         names: dict[int | None, list[str]] = {}
@@ -111,7 +132,7 @@ class Loader:
         if None in names:
             packed = self.checkpoint.load_experts(names[None][0], self.act, device)
         else:
-            packed = [self._load(names[expert], device) for expert in range(count)]
+            packed = [self._load(names[expert], device, rows.get(expert)) for expert in range(count)]
         if len(packed) != count:
             folder = self.checkpoint.tensors.folder
             raise CheckpointError(f"{folder}: {owner}.{matrix} has {len(packed)} experts, not {count}")
@@ -121,11 +142,11 @@ class Loader:
             self._check(f"{owner}.{matrix}", one, weight.shape[1:], has_bias)
         return [LowbitLinear.from_packed(one) for one in packed]
 
-    def _load(self, names: Sequence[str], device: torch.device | str) -> PackedWeight:
-        """Returns a weight, or several as the rows of one."""
+    def _load(self, names: Sequence[str], device: torch.device | str, factors: Tensor | None) -> PackedWeight:
+        """Returns a weight, or several as the rows of one, behind the scaling of its inputs."""
         if len(names) == 1:
-            return self.checkpoint.load(names[0], self.act, device)
-        return self.checkpoint.load_rows(names, self.act, device)
+            return self.checkpoint.load_between(names[0], self.act, device)[0]
+        return self.checkpoint.load_rows_between(names, self.act, device, factors)
 
     def _check(self, name: str, packed: PackedWeight, shape: Sequence[int], has_bias: bool) -> None:
         spec, (n, k), biases = packed.spec, shape, {True: "a bias", False: "no bias"}

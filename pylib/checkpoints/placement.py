@@ -74,10 +74,9 @@ def check_rotations(
     checkpoint: Checkpoint, names: Names, modules: Mapping[str, nn.Module], placement: Placement
 ) -> None:
     """Raise CheckpointError where a checkpoint rotates what goes into modules of a model, or comes out of them, that it
-    has not quantized, and where it scales what goes into others than linear layers."""
+    has not quantized, and where it scales what goes into embeddings."""
     with naming(str(checkpoint.tensors.folder)):
         checkpoint.check_unscaled(placement.embeddings.values())
-        checkpoint.check_unscaled(layer for places in placement.experts.values() for layer in places.values())
     if not checkpoint.transforms:
         return
     called: dict[str, list[str]] = {}

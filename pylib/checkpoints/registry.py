@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError, LowbitError
@@ -139,7 +140,26 @@ def import_rows(
     """
     with _as_checkpoint_error():
         _check_weights_alone(quantization_config, layers, names)
-        return below([_read(quantization_config, tensors) for tensors in layers]).pack(act)
+    return rows_between(quantization_config, layers, act)
+
+
+def rows_between(
+    quantization_config: Mapping[str, Any],
+    layers: Sequence[Mapping[str, Tensor]],
+    act: Act = "f16",
+    factors: Tensor | None = None,
+) -> PackedWeight:
+    """Returns the same of layers whose inputs may be scaled: the weight behind that.
+
+    factors   f32 [rows] that multiply the rows of the last layer
+    """
+    with _as_checkpoint_error():
+        parts = [_read(quantization_config, tensors) for tensors in layers]
+        if factors is not None:
+            *above, last = parts
+            ones = (part.times(torch.ones(len(part.codes))) for part in above)  # with scales of the same type
+            parts = [*ones, last.times(factors)]
+        return below(parts).pack(act)
 
 
 def _check_weights_alone(

@@ -90,20 +90,26 @@ class TensorFiles(Mapping[str, Tensor]):
         """Returns an open file, and closes the one that was opened first if there are too many."""
         if file not in self._open:
             try:
+                self._check_unchanged(file)
                 self._open[file] = safe_open(self.folder / file, framework="pt")
-                state = (self.folder / file).stat()
+            except CheckpointError:
+                raise
             except FileNotFoundError:
                 lost = f"{self.folder / file} is not there, though {INDEX} or a link names it"
                 raise CheckpointError(f"{lost}; copy all files of the checkpoint") from None
             except (SafetensorError, OSError, ValueError) as error:
                 why = "it is a GGUF file, which lowbit.from_gguf loads" if file.endswith(GGUF) else error
                 raise CheckpointError(f"{self.folder / file} is no sound safetensors file: {why}") from error
-            found = state.st_size, state.st_mtime_ns
-            if self._states.setdefault(file, found) != found:
-                raise CheckpointError(f"{self.folder / file} has changed since the checkpoint was opened")
             if len(self._open) > MOST_OPEN:
                 del self._open[next(iter(self._open))]
         return self._open[file]
+
+    def _check_unchanged(self, file: str) -> None:
+        """Raise CheckpointError for a file that is another than when it was first opened."""
+        state = (self.folder / file).stat()
+        found = state.st_size, state.st_mtime_ns
+        if self._states.setdefault(file, found) != found:
+            raise CheckpointError(f"{self.folder / file} has changed since the checkpoint was opened")
 
 
 def read_json(file: Path) -> dict[str, Any]:

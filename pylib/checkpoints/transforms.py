@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -30,11 +30,13 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles
 from lowbit.pylib.layer.hadamard import HadamardMatrix, found_in
+from lowbit.pylib.nn.dense_experts import LISTS, MATRICES
 from lowbit.pylib.nn.rotated import (
     FLOATS,
     INPUTS,
     OUTPUTS,
     STATE,
+    Beside,
     ColumnScaling,
     HadamardRotation,
     MatrixRotation,
@@ -42,6 +44,7 @@ from lowbit.pylib.nn.rotated import (
     rotation_of,
 )
 from lowbit.pylib.torch_types import type_name
+from lowbit.pylib.weights.sharding import Part
 
 ENTRY = "transform_config"
 HADAMARD = ("hadamard", "random-hadamard")
@@ -204,6 +207,21 @@ class Rotations:
     def __bool__(self) -> bool:
         return bool(self.inputs or self.outputs)
 
+    def part(self, part: Part) -> Rotations:
+        """Returns what is done in one of several processes, which has a part of the weight.
+
+        Raises PackError where a rotation mixes columns of this process with those of others.
+        """
+        inputs = tuple(rotation.part(*part.columns) for rotation in self.inputs)
+        if not self.outputs or len(part.rows) == 1:
+            return Rotations(inputs, tuple(rotation.part(*part.rows[0]) for rotation in self.outputs))
+        each = [(count, [rotation.part(first, count) for rotation in self.outputs]) for first, count in part.rows]
+        return Rotations(inputs, (Beside(each),))
+
+    def is_like(self, other: Rotations) -> bool:
+        """Tells whether the same is done to the inputs, and to the outputs."""
+        return are_alike(self.inputs, other.inputs) and are_alike(self.outputs, other.outputs)
+
     def to(
         self, device: torch.device | str, act: torch.dtype = torch.float16, out: torch.dtype | None = None
     ) -> Rotations:
@@ -211,6 +229,11 @@ class Rotations:
         `act`, and those of outputs in `out`, which is `act` if it is not given."""
         both = (self.inputs, act), (self.outputs, out or act)
         return Rotations(*(tuple(_copy(r, kind).to(device) for r in rotations) for rotations, kind in both))
+
+
+def are_alike(some: Sequence[Rotation], others: Sequence[Rotation]) -> bool:
+    """Tells whether rotations one after the other give the same bits as others."""
+    return len(some) == len(others) and all(one.is_like(other) for one, other in zip(some, others))
 
 
 def _copy(rotation: Rotation, act: torch.dtype) -> Rotation:
@@ -233,6 +256,17 @@ class TransformReader:
     transforms: Sequence[Transform] = ()
     scaling: str = ""
     _made: dict[tuple[str, int, bool], Rotation] = field(default_factory=dict[tuple[str, int, bool], Rotation])
+    _came: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def instead(self, module: str, came: Mapping[str, Tensor]) -> TransformReader:
+        """Returns a reader that takes tensors, by their names in a module, in place of those of the files."""
+        if not came:
+            return self
+        named = {f"{module}.{short}": tensor.to("cpu") for short, tensor in came.items()}
+        return replace(self, _came=named, _made={})
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._came[name] if name in self._came else self.tensors[name]
 
     def names_in(self, config: Mapping[str, Any], modules: Collection[str]) -> set[str]:
         """Returns the names of tensors of rotations, those of attention too, which cancel out."""
@@ -242,11 +276,16 @@ class TransformReader:
         own = rf"\.({INPUTS}|{OUTPUTS})\.\d+\.({'|'.join(STATE)})"
         found = {name for name in self.tensors if ends and name.endswith(ends)}
         found |= {module + self.scaling for module in modules if self.scales(module)}
+        owners = {*modules, *map(owner_of_expert, modules)}
         for name in self.tensors:
             match = re.search(own + "$", name)
-            if match and name[: match.start()] in modules:
+            if match and name[: match.start()] in owners:
                 found.add(name)
         return found
+
+    def is_of_attention(self, name: str) -> bool:
+        """Tells whether a tensor belongs to a rotation of queries and keys, which cancels out."""
+        return name.rpartition(".")[0].endswith(tuple(f"_{place}" for place in ATTENTION))
 
     def scales(self, module: str) -> bool:
         """Tells whether a tensor of a module multiplies its inputs."""
@@ -258,7 +297,9 @@ class TransformReader:
             return self._of(module, n, k)
 
     def _of(self, module: str, n: int, k: int) -> Rotations:
-        own = Rotations(self._own(module, INPUTS, k), self._own(module, OUTPUTS, n))
+        of_expert = owner_of_expert(module)
+        inputs = self._own(module, INPUTS, k) or (self._own(of_expert, INPUTS, k) if of_expert else ())
+        own = Rotations(inputs, self._own(module, OUTPUTS, n))
         if own:
             return own
         here = [t for t in self.transforms if t.matches([module])]
@@ -267,9 +308,18 @@ class TransformReader:
         scalings = [self._scaling(module, k)] if self.scales(module) else []
         return Rotations((*scalings, *reversed(inputs)), tuple(outputs))
 
-    def _scaling(self, module: str, k: int) -> Rotation:
+    def scalings(self, module: str) -> tuple[ColumnScaling, ...]:
+        """Returns what multiplies the inputs of an expert's layer, on the CPU."""
+        if self.scales(module):
+            return (self._scaling(module, sum(self.tensors.shape(module + self.scaling)[:1])),)
+        own = self._own(owner_of_expert(module), INPUTS, 0)
+        if wrong := [each for each in own if not isinstance(each, ColumnScaling)]:
+            raise CheckpointError(f"inputs of experts are rotated by {wrong[0]}; they can be scaled alone")
+        return cast(tuple[ColumnScaling, ...], own)
+
+    def _scaling(self, module: str, k: int) -> ColumnScaling:
         name = module + self.scaling
-        scale = self.tensors[name]
+        scale = self._tensor(name)
         if scale.dtype not in FLOATS or scale.shape != (k,):
             raise CheckpointError(f"{name} is {type_name(scale.dtype)} {list(scale.shape)}; it must be floats {[k]}")
         if not bool(((scale > 0) & scale.isfinite()).all()):
@@ -285,7 +335,7 @@ class TransformReader:
             found = {part: name for part, name in named.items() if name in self.tensors}
             if not found:
                 return tuple(made)
-            made.append(rotation_of({part: self.tensors[name] for part, name in found.items()}))
+            made.append(rotation_of({part: self._tensor(name) for part, name in found.items()}))
             if columns % made[-1].size:
                 raise CheckpointError(f"{prefix[:-1]} has {made[-1].size} columns, which do not divide {columns}")
 
@@ -316,7 +366,7 @@ class TransformReader:
     def _read(self, transform: Transform, name: str, size: int) -> Rotation:
         if not name:
             return self._known(transform, size)
-        matrix = self.tensors[name]
+        matrix = self._tensor(name)
         if matrix.dtype not in _FLOATS or matrix.shape != (size, size):
             given = f"{type_name(matrix.dtype)} {list(matrix.shape)}"
             raise CheckpointError(f"{name} is {given}; it must be floats {[size, size]}")
@@ -343,10 +393,18 @@ class TransformReader:
     def _permuted(self, matrix: Tensor, name: str) -> Tensor:
         if name not in self.tensors:
             raise CheckpointError(f"{name} is missing, though the transform_config has randomize=true")
-        order = self.tensors[name]
+        order = self._tensor(name)
         if order.dtype is not torch.int64 or not torch.equal(order.sort().values, torch.arange(len(matrix))):
             raise CheckpointError(f"{name} must be a permutation of {len(matrix)} columns, in int64")
         return matrix[order][:, order]
+
+
+def owner_of_expert(module: str) -> str:
+    """Returns the name of the experts whose inputs one of lowbit's own modules multiplies by, "experts.gate_up.3"; ""
+    for others."""
+    path, _, number = module.rpartition(".")
+    owner, _, matrix = path.rpartition(".")
+    return owner if number.isdecimal() and matrix == LISTS[MATRICES[0]] else ""
 
 
 def check_applied(transforms: Sequence[Transform], modules: Mapping[str, tuple[nn.Module, Iterable[str]]]) -> None:

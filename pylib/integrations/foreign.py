@@ -25,19 +25,22 @@ from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, check_dense
 from lowbit.pylib.checkpoints.expert_places import Place
+from lowbit.pylib.checkpoints.expert_scales import ExpertScales, scales_of_experts
 from lowbit.pylib.checkpoints.layers import layer_of
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.placement import Placement, check_rotations, placed, wanted_layers
-from lowbit.pylib.checkpoints.registry import import_between, import_experts, import_rows, without_zero_bias
+from lowbit.pylib.checkpoints.registry import import_between, import_experts, rows_between, without_zero_bias
 from lowbit.pylib.checkpoints.transforms import Rotations
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.on_load import keep_values
 from lowbit.pylib.integrations.saved import place_empty, tie
-from lowbit.pylib.nn.dense_experts import LISTS, dense_bias, dense_weight
+from lowbit.pylib.nn.dense_experts import LISTS, MATRICES, dense_bias, dense_weight
 from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
+from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.rotated import INPUTS, Rotation
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -83,11 +86,13 @@ class Foreign:
               model, and the tensor's name in the layer. Where a layer is made of several parts, its part comes first
     layers    what the checkpoint calls the layers and embeddings of the model
     rotations what rotates inputs and outputs of linear layers, by the names in the model
+    experts   what is done to inputs of experts, by the names in the model
     """
 
     targets: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     layers: dict[str, str] = field(default_factory=dict[str, str])
     rotations: dict[str, Rotations] = field(default_factory=dict[str, Rotations])
+    experts: dict[str, ExpertScales] = field(default_factory=dict[str, ExpertScales])
 
 
 def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
@@ -101,6 +106,8 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
     check_rotations(checkpoint, names, modules, placement)
     if placement.embeddings:
         tie(model)
+    with naming(folder):
+        scales = {o: scales_of_experts(checkpoint, places, modules[o]) for o, places in placement.experts.items()}
     sizes = _sizes(placement, modules)
     place_empty(model, placement, sizes)
     single = placement.linears | placement.embeddings
@@ -113,14 +120,14 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
         for layer, (target, part) in parts.items()
         for short, full in shorts[layer]
     }
-    return Foreign(targets, single, _rotations(model, checkpoint, placement, sizes))
+    return Foreign(targets, single, _rotations(model, checkpoint, placement, sizes), scales)
 
 
 def _rotations(
     model: Any, checkpoint: Checkpoint, placement: Placement, sizes: Mapping[str, MatmulSpec]
 ) -> dict[str, Rotations]:
     """Returns the rotations of linear layers, read here: several share a tensor, which transformers shall leave out."""
-    if not checkpoint.rotations:
+    if not (checkpoint.rotations or checkpoint.transforms):
         return {}
     names, ignored = Names(model), model._keys_to_ignore_on_load_unexpected or ()
     read = (re.escape(names.renamed(name)) + "$" for name in checkpoint.rotations)
@@ -163,12 +170,14 @@ class Importer:
     source      the quantization_config
     act         type of the inputs
     rotations   those of `Foreign`
+    experts     likewise
     """
 
     model: nn.Module
     source: Mapping[str, Any]
     act: Act
     rotations: Mapping[str, Rotations] = field(default_factory=dict[str, Rotations])
+    experts: Mapping[str, ExpertScales] = field(default_factory=dict[str, ExpertScales])
 
     def take(self, name: str, layer: str, tensors: dict[str, Tensor]) -> set[str]:
         """Put a layer, an embedding, or a matrix of one expert or of all into the model; returns the keys that the
@@ -186,11 +195,24 @@ class Importer:
 
     def _experts(self, parent: str, leaf: str, tensors: dict[str, Tensor]) -> set[str]:
         if parts := _parts(tensors):
-            return self._put(f"{parent}.{leaf}", import_rows(self.source, parts, self.act))
+            owner, _, matrix = parent.rpartition(".")
+            scales = self.experts.get(owner, ExpertScales())
+            factors = scales.rows.get(int(leaf)) if matrix == LISTS[MATRICES[0]] else None
+            packed = rows_between(self.source, parts, self.act, factors)
+            self._turn_inputs(owner, [scaling.to(packed.device) for scaling in scales.inputs])
+            return self._put(f"{parent}.{leaf}", packed)
         each, count = import_experts(self.source, tensors, self.act), len(self.model.get_submodule(parent))  # type: ignore[arg-type]
         if len(each) != count:
             raise CheckpointError(f"the checkpoint has {len(each)} experts, and the model {count}")
         return {key for i, packed in enumerate(each) for key in self._put(f"{parent}.{i}", packed)}
+
+    def _turn_inputs(self, owner: str, inputs: Sequence[Rotation]) -> None:
+        """Let experts scale tokens, once."""
+        experts = cast(LowbitExperts, self.model.get_submodule(owner))
+        if inputs and INPUTS not in experts._modules:
+            experts.turn_inputs(inputs)
+            for scaling in inputs:
+                keep_values(scaling)
 
     def _put(self, name: str, packed: PackedWeight) -> set[str]:
         empty = cast(LowbitLinear | LowbitEmbedding, self.model.get_submodule(name))

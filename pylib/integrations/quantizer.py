@@ -282,8 +282,8 @@ class LowbitQuantizer(HfQuantizer):
                 source = cast(Checkpoint, self.checkpoint).quantization_config
                 with naming(name):
                     layer = self.foreign.layers.get(name, name)
-                    importer = Importer(model, source, act_of_model(model), self.foreign.rotations)
-                    return importer.take(name, layer, tensors)
+                    turns = self.foreign.rotations, self.foreign.experts
+                    return Importer(model, source, act_of_model(model), *turns).take(name, layer, tensors)
         except LowbitError as error:
             self.error = error
         return set()

@@ -149,7 +149,7 @@ def place_empty(
     """Put empty low-bit modules into a model.
 
     specs       what they are, by the names that a placement has for layers
-    rotations   those of linear layers that have some, by the same names
+    rotations   those of layers that have some, by the same names
     """
     modules = dict(model.named_modules())
     for name, layer in placement.linears.items():
@@ -166,7 +166,9 @@ def place_empty(
     for name, places in placement.experts.items():
         found = {(place.matrix, place.expert): specs[layer] for place, layer in places.items()}
         each = [{i: _of_expert(found, matrix, i) for i in range(count_of(modules[name]))} for matrix in MATRICES]
-        model.set_submodule(name, LowbitExperts.empty_like(modules[name], each, "meta"))
+        layer = next(layer for place, layer in places.items() if place.matrix == MATRICES[0])
+        inputs = rotations[layer].to("meta").inputs if layer in rotations else ()
+        model.set_submodule(name, LowbitExperts.empty_like(modules[name], each, "meta", inputs))
 
 
 def _of_expert(found: Mapping[tuple[str, int | None], MatmulSpec], matrix: str, expert: int) -> MatmulSpec:

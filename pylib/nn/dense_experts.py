@@ -73,6 +73,16 @@ def apply_gate(module: nn.Module, h: Tensor, dense_class: type[nn.Module] | None
     return cast(Tensor, module.act_fn(gate) * up)  # type: ignore[operator]
 
 
+def is_linear_in_up(module: nn.Module) -> bool:
+    """Tells whether twice the result of the up projection gives twice what the gate makes of it."""
+    gate, up = torch.cartesian_prod(*[torch.linspace(-20, 20, 9, device="cpu")] * 2).T
+    try:
+        once, twice = (apply_gate(module, torch.cat([gate, factor * up])) for factor in (1, 2))
+    except RuntimeError:  # it has parameters on another device, or takes other types
+        return False
+    return torch.allclose(2 * once, twice)
+
+
 def sorted_routing(x: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Returns the experts [rows, 1] of rows that come in their order, as many for each, and the weights of these: 1.
 

@@ -34,6 +34,7 @@ from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, change_order, gate_of, store_like
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
+from lowbit.pylib.nn.rotated import INPUTS, Rotation
 from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
 from lowbit.pylib.operator.expert_calls import sum_of_experts
 from lowbit.pylib.operator.tracing import is_observed
@@ -44,12 +45,20 @@ class LowbitExperts(NoDense):
     """The experts of one layer, with packed weights. Made by `empty_like`, or by `quantize_` and `from_pretrained`.
 
     gate_up, down   the two matrices of each expert
+    inputs          what multiplies tokens before they meet experts, as files of others may have it
     """
 
     _dense = MATRICES
     _stacked: dict[bool, Stacked]  # what was made of the layers, by `MODE.on`; empty: they may be others now
 
-    def __init__(self, dense: nn.Module, gate_up: Sequence[LowbitLinear], down: Sequence[LowbitLinear]) -> None:
+    def __init__(
+        self,
+        dense: nn.Module,
+        gate_up: Sequence[LowbitLinear],
+        down: Sequence[LowbitLinear],
+        *,
+        inputs: Sequence[Rotation] = (),
+    ) -> None:
         super().__init__()
         self._dense_class = type(dense)
         plain = {name: value for name, value in vars(dense).items() if not name.startswith("_")}
@@ -63,6 +72,7 @@ class LowbitExperts(NoDense):
             if layer.spec.is_gated:
                 GatedLinear.of(layer, pairs=not getattr(self, "is_concatenated", True))
         self.down = nn.ModuleList(down)
+        self.turn_inputs(inputs)
         self._group: Any = None  # the processes that have the parts of these experts, or the others
         self._count = len(self.gate_up)  # in all processes
         self._first = 0  # which of them is the first here
@@ -76,6 +86,7 @@ class LowbitExperts(NoDense):
         dense: nn.Module,
         specs: Sequence[MatmulSpec | Mapping[int, MatmulSpec]],
         device: torch.device | str | None = None,
+        inputs: Sequence[Rotation] = (),
     ) -> LowbitExperts:
         """Returns experts of zeros with these specs of gate_up and down, to load a state dictionary into.
 
@@ -83,7 +94,13 @@ class LowbitExperts(NoDense):
         """
         experts = range(count_of(dense))
         each = (spec if isinstance(spec, Mapping) else dict.fromkeys(experts, spec) for spec in specs)
-        return cls(dense, *([LowbitLinear.empty(of[expert], device) for expert in experts] for of in each))
+        gate_up, down = ([LowbitLinear.empty(of[expert], device) for expert in experts] for of in each)
+        return cls(dense, gate_up, down, inputs=inputs)
+
+    def turn_inputs(self, inputs: Sequence[Rotation]) -> None:
+        """Let these multiply tokens before they meet experts, the first one first. They are part of the state."""
+        if inputs:
+            self.add_module(INPUTS, nn.Sequential(*inputs))
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
@@ -105,6 +122,8 @@ class LowbitExperts(NoDense):
             raise SpecError("top_k_index without top_k_weights, or these alone: give both, or rows of x in order alone")
         if not (is_compiling() or is_observed()):
             check_routing(hidden_states, top_k_index, top_k_weights, self._count)
+        if (inputs := self._modules.get(INPUTS)) is not None:
+            hidden_states = inputs(hidden_states)
         if len(self.gate_up) < self._count:
             top_k_index = self._here(top_k_index)
         result = self._sum(hidden_states, top_k_index, top_k_weights)
@@ -249,7 +268,7 @@ class LowbitExperts(NoDense):
         self._group, self._stacked = group, {}
 
     def expert(self, expert: int, x: Tensor) -> Tensor:
-        """Returns what one expert makes of tokens [..., hidden]."""
+        """Returns what one expert makes of tokens [..., hidden], which are scaled already where inputs are."""
         layer = self.gate_up[expert]
         if type(layer) is GatedLinear and not (layer._forward_hooks or layer._forward_pre_hooks):
             return self.down[expert](layer.gated(x))

@@ -41,6 +41,23 @@ class Rotation(nn.Module):
         """Returns x [..., blocks * size] in f32 times the matrix or its transpose, block by block."""
         raise NotImplementedError
 
+    def part(self, first: int, count: int) -> Rotation:
+        """Returns what this does to a range of columns of x, for a process that has no others.
+
+        Raises PackError where these become sums with others.
+        """
+        if first % self.size or count % self.size:
+            raise PackError(
+                f"a rotation mixes blocks of {self.size} columns, and columns {first} to {first + count - 1}, which "
+                "one of several processes has, are no whole blocks; use fewer processes"
+            )
+        return self
+
+    def is_like(self, other: Rotation) -> bool:
+        """Tells whether another rotation gives the same bits."""
+        one, two = self.state_dict(), other.state_dict()
+        return type(self) is type(other) and all(_same_bits(t, two.get(name)) for name, t in one.items())
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for name, buffer in self._buffers.items():
             self._buffers[name] = buffer if buffer is None else moved_bytes(buffer, fn)
@@ -137,11 +154,50 @@ class ColumnScaling(Rotation):
     def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
         return self._scaled(x.float())
 
+    def part(self, first: int, count: int) -> Rotation:
+        columns = torch.arange(first, first + count, device=self.scale.device) % self.size
+        return ColumnScaling(self.scale[columns])
+
     def _scaled(self, x: Tensor) -> Tensor:
         return (x.unflatten(-1, (-1, self.size)) * self.scale).flatten(-2)
 
     def extra_repr(self) -> str:
         return f"{self.size}"
+
+
+class Beside(Rotation):
+    """Rotates ranges of columns that lie side by side, each in its own way.
+
+    parts   for each range, its columns and what is done to it, the first rotation first
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Sequence[Rotation]]]) -> None:
+        super().__init__()
+        self.sizes = [columns for columns, _ in parts]
+        self.size = sum(self.sizes)
+        self.parts = nn.ModuleList(nn.Sequential(*rotations) for _, rotations in parts)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns x [..., size] with its ranges rotated, in x's type."""
+        ranges = input.split(self.sizes, -1)
+        return torch.cat([part(x) for part, x in zip(self.parts, ranges)], -1)
+
+    def is_by_row(self, target: str) -> bool:
+        return all(rotation.is_by_row(target) for part in self.parts for rotation in cast(list[Rotation], part))
+
+    def turned(self, x: Tensor, transposed: bool = False) -> Tensor:
+        return torch.cat([_turned(part, y, transposed) for part, y in zip(self.parts, x.split(self.sizes, -1))], -1)
+
+
+def _turned(rotations: nn.Module, x: Tensor, transposed: bool) -> Tensor:
+    each = list(cast(list[Rotation], rotations))
+    for rotation in reversed(each) if transposed else each:
+        x = rotation.turned(x, transposed)
+    return x
+
+
+def _same_bits(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.dtype is other.dtype and torch.equal(one, other.to(one.device))
 
 
 def rotation_of(tensors: Mapping[str, Tensor]) -> Rotation:
@@ -223,12 +279,8 @@ class RotatedLinear(PackedModule, nn.Linear):
 
     def dequantize(self) -> Tensor:
         """Returns the weight [n, k] of the dense layer that computes the same, in the act type."""
-        w = super().dequantize().float()
-        for rotation in reversed(cast(list[Rotation], list(self.input_rotations))):
-            w = rotation.turned(w, transposed=True)
-        for rotation in cast(list[Rotation], list(self.output_rotations)):
-            w = rotation.turned(w.T).T
-        return w.to(TORCH[self.spec.act])
+        w = _turned(self.input_rotations, super().dequantize().float(), transposed=True)
+        return _turned(self.output_rotations, w.T, transposed=False).T.to(TORCH[self.spec.act])
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Returns a dense layer that computes the same, in the act type or in another."""
@@ -236,9 +288,7 @@ class RotatedLinear(PackedModule, nn.Linear):
         linear = nn.Linear(self.in_features, self.out_features, self.spec.bias, "meta").train(self.training)
         linear.weight = nn.Parameter(weight.to(dtype or weight.dtype))
         if self.spec.bias:
-            bias = cast(Any, self).bias.float()
-            for rotation in cast(list[Rotation], list(self.output_rotations)):
-                bias = rotation.turned(bias)
+            bias = _turned(self.output_rotations, cast(Any, self).bias.float(), transposed=False)
             linear.bias = nn.Parameter(bias.to(linear.weight.dtype))
         return linear
 

@@ -87,6 +87,7 @@ class LinearBase(nn.Module):
         self.output_size, self.input_size, self.params_dtype = rows, columns, torch.bfloat16
         self.bias: nn.Parameter | None = None
         self.tp_group: Any = None
+        self.skip_bias_add = False
 
     def take(
         self, method: Any, sizes: Sequence[int], columns: int | None = None, rank: int = 0, count: int = 1

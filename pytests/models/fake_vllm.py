@@ -49,9 +49,12 @@ class WeightsMapper:
     def __or__(self, other: WeightsMapper) -> WeightsMapper:
         return WeightsMapper(self.orig_to_new_regex | other.orig_to_new_regex)
 
-    def _map_name(self, key: str) -> str:
+    def _map_name(self, key: str) -> str | None:
         for pattern, new in self.orig_to_new_regex.items():
-            key = pattern.sub(new, key)
+            if pattern.search(key):
+                if new is None:
+                    return None
+                key = pattern.sub(new, key)
         return key
 
 

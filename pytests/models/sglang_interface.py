@@ -44,7 +44,7 @@ FUNCTIONS = {
     (_EXPERTS, "FusedMoE.weight_loader"): ("param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
 }
 ATTRIBUTES = {
-    (f"{_LAYERS}.linear", "LinearBase"): ("input_size", "output_size", "params_dtype", "tp_group"),
+    (f"{_LAYERS}.linear", "LinearBase"): ("input_size", "output_size", "params_dtype", "skip_bias_add", "tp_group"),
     (f"{_LAYERS}.linear", "ColumnParallelLinear"): ("tp_group",),
     (f"{_LAYERS}.linear", "RowParallelLinear"): ("tp_group", "input_size_per_partition"),
     (_EXPERTS, "FusedMoE"): (

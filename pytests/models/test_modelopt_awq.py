@@ -276,16 +276,6 @@ def test_a_weight_alone_is_refused(tmp_path: Path) -> None:
             read()
 
 
-def test_servers_refuse_scaled_models(tmp_path: Path) -> None:
-    from lowbit.pylib.integrations.serving.rows import opened
-
-    path, _ = llama("NVFP4_AWQ", tmp_path / "theirs")
-    lowbit.save_checkpoint(imported(path), tmp_path / "ours")
-    for folder in (path, tmp_path / "ours"):
-        with pytest.raises(CheckpointError, match=r"rotates or scales what goes into layers .* which servers don't"):
-            opened(folder)
-
-
 def test_a_dense_layer_whose_inputs_are_scaled_is_refused(tmp_path: Path) -> None:
     path, _ = llama("W4A16_AWQ", tmp_path)
     state = load_file(path / "model.safetensors") | {"lm_head.pre_quant_scale": torch.ones(HIDDEN)}
@@ -295,27 +285,3 @@ def test_a_dense_layer_whose_inputs_are_scaled_is_refused(tmp_path: Path) -> Non
         lowbit.load_checkpoint(empty(path), path)
     with pytest.raises(CheckpointError, match=message):
         imported(path)
-
-
-def test_experts_whose_inputs_are_scaled_are_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
-    about = transformers.MixtralConfig(**sizes, **heads, dtype="bfloat16")
-    model = transformers.AutoModelForCausalLM.from_config(about)
-    model.save_pretrained(tmp_path)
-    state = {key: t for key, t in load_file(tmp_path / "model.safetensors").items() if ".experts." not in key}
-    for number, part in ((number, part) for number in range(2) for part in ("w1", "w2", "w3")):
-        n, k = (HIDDEN, INNER) if part == "w2" else (INNER, HIDDEN)
-        name = f"{LAYER}.block_sparse_moe.experts.{number}.{part}"
-        state |= {f"{name}.{short}": t for short, t in layer("W4A16_AWQ", n, k, part == "w2")[0].items()}
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    written = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": entries("W4A16_AWQ")}
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    message = r"experts.0.w2.pre_quant_scale multiplies what goes into a layer .* and no experts or embeddings"
-    with pytest.raises(CheckpointError, match=message):
-        lowbit.load_checkpoint(model, tmp_path)
-    with pytest.raises(CheckpointError, match=message):
-        imported(tmp_path)
-    left = {key: t for key, t in state.items() if not key.endswith("pre_quant_scale")}
-    save_file(left, tmp_path / "model.safetensors", {"format": "pt"})
-    assert logits(imported(tmp_path)).isfinite().all()

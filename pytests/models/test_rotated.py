@@ -138,15 +138,6 @@ def test_a_weight_alone_is_refused() -> None:
         lowbit.pylib.checkpoints.registry.import_rows(checkpoint.quantization_config, [parts])
 
 
-def test_servers_refuse_rotated_models(tmp_path: Path) -> None:
-    from lowbit.pylib.integrations.serving.rows import opened
-
-    lowbit.save_checkpoint(loaded(FIXTURES / "rotated-hadamard"), tmp_path)
-    for folder in (tmp_path, FIXTURES / "rotated-hadamard"):
-        with pytest.raises(CheckpointError, match=r"rotates or scales what goes into layers .* which servers don't"):
-            opened(folder)
-
-
 def test_inspect_lists_rotated_layers(tmp_path: Path) -> None:
     from lowbit.pylib.checkpoints.contents import contents
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lowbit
-from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackedWeight, PackError, QuantConfig, SpecError
+from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackError, QuantConfig, SpecError
 from lowbit.pylib.build import driver
 from lowbit.pylib.checkpoints.registry import import_experts
 from lowbit.pylib.experts import by_kernel
@@ -35,7 +35,7 @@ from lowbit.pylib.integrations.serving import startup as vllm_startup
 from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, source_of_experts
 from lowbit.pylib.integrations.serving.experts import GATES, Experts, each_of, gated, quantize_experts
 from lowbit.pylib.integrations.serving.names import Names, Place
-from lowbit.pylib.integrations.serving.rows import Rows, Share, Source, opened, quantize_rows, rows_of, shares_of
+from lowbit.pylib.integrations.serving.rows import Layer, Rows, Share, Source, opened, quantize_rows, shares_of
 from lowbit.pylib.runtime import batch_invariant
 
 transformers = pytest.importorskip("transformers")
@@ -81,14 +81,14 @@ def layer_of(model: nn.Module, name: str) -> LowbitLinear:
 
 def load_rows(folder: Path, modules: Sequence[str], share: Share) -> Rows:
     """Returns the layer that modules of a checkpoint make, with their biases."""
-    checkpoint, weights, biases = opened(folder), dict[str, PackedWeight](), list[Tensor]()
+    checkpoint, parts, biases = opened(folder), list[Layer](), list[Tensor]()
     for shared in shares_of([Source.of(checkpoint, module) for module in modules], share, "bf16"):
-        names = checkpoint.names_of(module := shared.source.module)
+        names = checkpoint.names_of(shared.source.module)
         tensors = {short: checkpoint.tensors[full] for short, full in names.items()}
         bias = tensors.pop("bias", None)
-        weights[module] = shared.packed({short: shared.sliced(short, tensor) for short, tensor in tensors.items()})
+        parts.append(shared.layer({short: shared.sliced(short, tensor) for short, tensor in tensors.items()}))
         biases += [] if bias is None else [bias]
-    rows = rows_of(weights)
+    rows = Rows(parts)
     return rows.with_bias(torch.cat(biases)) if biases else rows
 
 

@@ -18,11 +18,13 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import Act, MatmulSpec, interned
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint
 from lowbit.pylib.checkpoints.expert_places import PARTS, PROJECTIONS
-from lowbit.pylib.checkpoints.registry import import_rows, without_zero_bias
+from lowbit.pylib.checkpoints.expert_scales import of_all
+from lowbit.pylib.checkpoints.registry import format_of, rows_between, without_zero_bias
 from lowbit.pylib.integrations.serving.experts import LEAVE_DENSE, check_one_spec, each_of, part_of_expert, stacked
 from lowbit.pylib.nn.dense_experts import LISTS
 from lowbit.pylib.nn.gated_linear import Gate
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.rotated import INPUTS, ColumnScaling
 from lowbit.pylib.runtime.expert_matmul import spec_of_experts
 from lowbit.pylib.torch_types import stored_type
 from lowbit.pylib.tune.timing import random_weight
@@ -31,6 +33,8 @@ from lowbit.pylib.weights.saved import SPEC, check_same, read_spec, write_spec
 from lowbit.pylib.weights.sharding import Part
 
 _ABOUT = EXTRA_STATE[1:]
+LINEAR = ("silu_mul", "gelu_mul")
+"""Gates that are linear in what the up projection gives."""
 
 Taken = tuple[str, int, Tensor]
 """A kind of tensor, the number of an expert, and the expert's tensor of this kind."""
@@ -54,9 +58,18 @@ class ExpertsSource:
     """The experts of a layer as their files describe them.
 
     tensors   those of one expert, on meta, by kind
+    inputs    what multiplies tokens before they meet experts, as it was when the model was made
     """
 
     tensors: Mapping[str, Tensor]
+    inputs: Sequence[ColumnScaling] = ()
+
+    def check_scale(self, tensor: Tensor) -> None:
+        """Raise CheckpointError for a scale of tokens that is another than when the model was made."""
+        if not any(scaling.is_like(ColumnScaling(tensor)) for scaling in self.inputs):
+            raise CheckpointError(
+                "inputs of experts are scaled in another way than when the model was made; start the server again"
+            )
 
     def taken(self, name: str, tensor: Tensor) -> Taken | None:
         """Returns what a tensor of the files is, by its name among the experts'; None for one that has no values.
@@ -89,8 +102,8 @@ class SavedSource(ExpertsSource):
     specs   of one expert's gate_up and down
     """
 
-    def __init__(self, specs: Mapping[str, MatmulSpec]) -> None:
-        self.specs = specs
+    def __init__(self, specs: Mapping[str, MatmulSpec], inputs: Sequence[ColumnScaling] = ()) -> None:
+        self.specs, self.inputs = specs, inputs
         self.tensors = {
             f"{matrix}.{slot.name}": torch.empty(slot.shape, dtype=stored_type(slot.storage), device="meta")
             for matrix, spec in specs.items()
@@ -99,6 +112,9 @@ class SavedSource(ExpertsSource):
 
     def taken(self, name: str, tensor: Tensor) -> Taken | None:
         matrix, number, kind = name.split(".")
+        if matrix == INPUTS:
+            self.check_scale(tensor)
+            return None
         if kind == _ABOUT:
             with naming(f"{matrix}.{number}"):
                 check_same(read_spec(tensor), self.specs[matrix])
@@ -143,11 +159,18 @@ class ImportedSource(ExpertsSource):
     tensors   by kind: "gate_proj.qweight", say
     """
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.config, self.tensors = config, tensors
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], inputs: Sequence[ColumnScaling] = ()
+    ) -> None:
+        self.config, self.tensors, self.inputs = config, tensors, inputs
+        self.scaling = format_of(config).scaling.removeprefix(".")
+        self.projections = {kind.partition(".")[0] for kind in tensors}
+        self.shorts = {kind.partition(".")[2] for kind in tensors} | ({self.scaling} if inputs else set())
 
     def taken(self, name: str, tensor: Tensor) -> Taken | None:
         number, _, kind = name.partition(".")
+        if self.scaling and kind.endswith(f".{self.scaling}") and kind not in self.tensors:
+            self.check_scale(tensor)
         return (kind, int(number), tensor) if kind in self.tensors else None
 
     def wanted(self, kind: str, tensor: Tensor, share: ExpertShare) -> Tensor | None:
@@ -156,27 +179,38 @@ class ImportedSource(ExpertsSource):
     def weights(self, tensors: Mapping[str, Tensor], share: ExpertShare) -> tuple[PackedWeight, PackedWeight]:
         found: list[PackedWeight] = []
         for matrix, projections in zip(("gate_up", "down"), self._projections()):
-            each = self._each(tensors, projections, share.act)
+            factors = tensors.get(f"{self._projections()[1][0]}.{self.scaling}") if matrix == "gate_up" else None
+            if factors is not None and share.gate.epilogue not in LINEAR:
+                gate = share.gate.epilogue
+                raise SpecError(f"inputs of down are scaled, and {gate} is not linear in up; {LEAVE_DENSE}")
+            each = self._each(tensors, projections, share.act, factors)
             part = part_of_expert(each[0].spec, matrix, share.gate, share.rank, share.processes)
             found.append(stacked([one.part(part) for one in each]))
         return found[0], found[1]
 
     def _projections(self) -> list[tuple[str, ...]]:
-        names = {kind.partition(".")[0] for kind in self.tensors}
-        return [next(parts for parts in kinds if set(parts) <= names) for kinds in PARTS.values()]
+        return [next(parts for parts in kinds if set(parts) <= self.projections) for kinds in PARTS.values()]
 
-    def _each(self, tensors: Mapping[str, Tensor], projections: Sequence[str], act: Act) -> list[PackedWeight]:
-        """Returns the matrix of each expert. Where some would have zeros and others none, all have them."""
+    def _each(
+        self, tensors: Mapping[str, Tensor], projections: Sequence[str], act: Act, factors: Tensor | None
+    ) -> list[PackedWeight]:
+        """Returns the matrix of each expert. Where some would have zeros and others none, all have them.
+
+        factors   [experts, rows] that multiply the rows of the last projection
+        """
         layers = [self._of(tensors, projections, number) for number in range(len(next(iter(tensors.values()))))]
-        each = [without_zero_bias(import_rows(self.config, of_one, act)) for of_one in layers]
+        numbers = [None] * len(layers) if factors is None else list(factors.float())
+        each = [
+            without_zero_bias(rows_between(self.config, of_one, act, of_rows))
+            for of_one, of_rows in zip(layers, numbers, strict=True)
+        ]
         spec = each[0].spec
         if all(one.spec == spec for one in each):
             return each
-        if spec.n % ROWS:
-            raise SpecError(
-                f"experts have {spec.n} rows, no multiple of {ROWS}, and are of several formats; {LEAVE_DENSE}"
-            )
-        rows = without_zero_bias(import_rows(self.config, [part for of_one in layers for part in of_one], act))
+        if spec.n % ROWS or factors is not None:
+            why = "inputs that are scaled" if factors is not None else f"{spec.n} rows, no multiple of {ROWS}"
+            raise SpecError(f"experts have {why}, and are of several formats; {LEAVE_DENSE}")
+        rows = without_zero_bias(rows_between(self.config, [part for of_one in layers for part in of_one], act))
         return each_of(PackedWeight(interned(replace(rows.spec, experts=len(layers))), rows))
 
     def _of(self, tensors: Mapping[str, Tensor], projections: Sequence[str], number: int) -> list[dict[str, Tensor]]:
@@ -184,7 +218,7 @@ class ImportedSource(ExpertsSource):
         found: dict[str, dict[str, Tensor]] = {name: {} for name in projections}
         for kind, tensor in tensors.items():
             projection, _, short = kind.partition(".")
-            if projection in found:
+            if projection in found and short != self.scaling:
                 found[projection][short] = tensor[number]
         return list(found.values())
 
@@ -197,8 +231,22 @@ def source_of_experts(checkpoint: Checkpoint, modules: Sequence[str]) -> Experts
     Raises SpecError for experts of several formats, and for those that are saved in another way.
     """
     if checkpoint.format is None:
-        return SavedSource(_specs(checkpoint, modules))
-    return ImportedSource(checkpoint.quantization_config, _tensors(checkpoint, modules))
+        return SavedSource(_specs(checkpoint, modules), _scales(checkpoint, modules))
+    return ImportedSource(checkpoint.quantization_config, _tensors(checkpoint, modules), _scales(checkpoint, modules))
+
+
+def _scales(checkpoint: Checkpoint, modules: Sequence[str]) -> tuple[ColumnScaling, ...]:
+    """Returns what multiplies the tokens of all experts. Raises CheckpointError where they are multiplied by different
+    numbers."""
+    if not checkpoint.rotations:
+        return ()
+    return of_all({m: checkpoint.scalings_of(m) for m in modules if not _is_down(m, checkpoint.format is None)})
+
+
+def _is_down(module: str, is_saved: bool) -> bool:
+    """Tells whether a module of an expert does not multiply tokens."""
+    *_, before, last = module.split(".")
+    return before == LISTS["down_proj"] if is_saved else last in PROJECTIONS and PROJECTIONS[last][0] == "down_proj"
 
 
 def _specs(checkpoint: Checkpoint, modules: Sequence[str]) -> dict[str, MatmulSpec]:
@@ -218,7 +266,8 @@ def _tensors(checkpoint: Checkpoint, modules: Sequence[str]) -> dict[str, Tensor
     found: dict[str, tuple[str, Tensor]] = {}
     for module, projection in _by_projection(modules):
         checkpoint.check_layer(module)
-        for short, full in checkpoint.names_of(module).items():
+        scales = checkpoint.rotation_names_of(module) if _is_down(module, is_saved=False) else {}
+        for short, full in (checkpoint.names_of(module) | scales).items():
             tensor = checkpoint.tensors[full]
             first, like = found.setdefault(f"{projection}.{short}", (full, tensor.to("meta")))
             if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):

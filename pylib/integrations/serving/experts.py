@@ -25,6 +25,7 @@ from lowbit.pylib.experts.by_kernel import combine_by_kernel, permute_by_kernel,
 from lowbit.pylib.nn.gated_linear import Gate, in_halves, with_gate
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.nn.rotated import Rotation
 from lowbit.pylib.nn.stacked_experts import target_of
 from lowbit.pylib.operator import expert_schema
 from lowbit.pylib.operator.expert_schema import by_ids
@@ -123,14 +124,25 @@ class ExpertKernels:
 class Experts(nn.Module):
     """Low-bit experts with a gate that the kernel of gate_up applies.
 
-    top_k   how many experts a token has
-    among   how many experts ids are spread over, those of other processes among them; 0: those of the weights
+    top_k    how many experts a token has
+    among    how many experts ids are spread over, those of other processes among them; 0: those of the weights
+    inputs   what multiplies tokens before they meet experts
 
-    Raises SpecError for weights that nothing multiplies for all experts.
+    Raises SpecError for weights that nothing multiplies for all experts, and for inputs of other sizes.
     """
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight, top_k: int = 1, among: int = 0) -> None:
+    def __init__(
+        self,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+        top_k: int = 1,
+        among: int = 0,
+        inputs: Sequence[Rotation] = (),
+    ) -> None:
         super().__init__()
+        self.inputs = nn.Sequential(*(each.to(gate_up.device) for each in inputs)) if inputs else None
+        if wrong := [each for each in inputs if gate_up.spec.k % each.size]:
+            raise SpecError(f"experts' inputs are scaled by {wrong[0].size} numbers, and have {gate_up.spec.k} columns")
         self.gate_up, self.down = (PackedModule(packed.spec, packed) for packed in (gate_up, down))
         self._top_k, self._among = top_k, among
         self._names = tuple(tuple(slot.name for slot in packed.spec.tensors) for packed in (gate_up, down))
@@ -156,6 +168,7 @@ class Experts(nn.Module):
         ids       int32 or int64 [tokens, k]; those that are no expert's add nothing
         weights   [tokens, k]
         """
+        x = x if self.inputs is None else self.inputs(x)
         target = cast(str, target_of(x.device))
         if self._target != target:
             self._describe(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.integrations.serving.names import BIAS
 from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.nn.rotated import ColumnScaling, Rotation
 
 _HELD = "lowbit"  # what a layer multiplies by; no module of the server's model
 
@@ -26,11 +28,33 @@ def hold(layer: Any, made: nn.Module) -> nn.Module:
         layer.__dict__[_HELD] = _with_parameters(made)
         return made
     pairs = list(zip(packed_modules(held), packed_modules(made), strict=True))
+    turns = list(zip_longest(_rotations(held), _rotations(made)))
     for old, new in pairs:
         old.packed.check_update(new.packed)  # of all, before any changes
+    for old, new in turns:
+        _check_rotation(old, new)
     for old, new in pairs:
         old.packed.update_(new.packed)
+    for old, new in turns:
+        if isinstance(old, ColumnScaling) and isinstance(new, ColumnScaling):
+            old.scale.copy_(new.scale)
     return held
+
+
+def _rotations(held: nn.Module) -> list[Rotation]:
+    return [module for module in held.modules() if isinstance(module, Rotation)]
+
+
+def _check_rotation(old: Rotation | None, new: Rotation | None) -> None:
+    """Raise CheckpointError for another rotation; scalings of columns have new numbers for each model."""
+    if isinstance(old, ColumnScaling) and isinstance(new, ColumnScaling):
+        alike = (old.size, old.scale.dtype) == (new.size, new.scale.dtype)
+    else:
+        alike = old is not None and new is not None and old.is_like(new)
+    if not alike:
+        raise CheckpointError(
+            "its inputs or outputs are rotated in another way than when the model was made; start the server again"
+        )
 
 
 def packed_modules(held: nn.Module) -> list[PackedModule]:

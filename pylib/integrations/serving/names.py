@@ -11,7 +11,7 @@ Each tensor of a low-bit module is a parameter of vLLM's layer until all have co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from lowbit.dialect.errors import CheckpointError
@@ -56,9 +56,11 @@ class Names:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         dense = [name.removesuffix(_WEIGHT) for name in checkpoint.dense if name.endswith(_WEIGHT)]
-        self.low_bit = {module: checkpoint.names_of(module) for module in checkpoint.modules}
+        self.low_bit = {m: checkpoint.names_of(m) | checkpoint.rotation_names_of(m) for m in checkpoint.modules}
+        self._unused = {name for name in checkpoint.rotations if checkpoint.is_of_attention(name)}
         self.tables = _tables(checkpoint)
         self.taken: dict[str, Place] = {}
+        self._rotated = checkpoint if checkpoint.rotations or checkpoint.transforms else None
         self._modules = {name: name for name in (*checkpoint.modules, *dense)}
         self._rename: Callable[[str], str | None] = str
 
@@ -74,10 +76,16 @@ class Names:
         return tuple(self._module(parent, part) for part in packed.get(leaf, (leaf,)))
 
     def take(self, layer: str, packed: Packed) -> tuple[str, ...]:
-        """Returns the low-bit modules that make a layer, by the checkpoint's names; () for a dense layer.
+        """Returns the low-bit modules that make a linear layer, by the checkpoint's names; () for a dense layer.
 
-        Raises CheckpointError for a layer of low-bit and dense modules.
+        Raises CheckpointError for a layer of low-bit and dense modules, and for a dense layer that is to be rotated.
         """
+        if found := self._take(layer, packed):
+            return found
+        self._check_unturned(self.parts(layer, packed), "Linear")
+        return ()
+
+    def _take(self, layer: str, packed: Packed) -> tuple[str, ...]:
         parent, _, leaf = layer.rpartition(".")
         parts = packed.get(leaf, (leaf,))
         for names in (parts, (fused_name(parts),), (leaf,)):
@@ -98,9 +106,14 @@ class Names:
         """Returns the low-bit module that is an embedding of a size; () if it is dense.
 
         layer   the embedding's name, which vLLM does not say in some models: ""
+
+        Raises CheckpointError for an embedding that is to be rotated.
         """
-        if layer:
-            return self.take(layer, {})
+        found = self._take(layer, {}) if layer else self._table_of(size)
+        self._check_unturned(found or self.parts(layer, {}), "Embedding")
+        return found
+
+    def _table_of(self, size: tuple[int, int]) -> tuple[str, ...]:
         found = [name for name, shape in self.tables.items() if shape == size]
         if len(found) > 1:
             names = ", ".join(found)
@@ -122,6 +135,12 @@ class Names:
                     found[full] = self._before_renaming(wanted, module)
         return found
 
+    def unused(self) -> set[str]:
+        """Returns the names of tensors of rotations that cancel out, which no layer waits for: those in the checkpoint,
+        and what they would become in vLLM."""
+        both = ((name, self._rename(name)) for name in self._unused)
+        return {name for names in both for name in names if name}
+
     def _before_renaming(self, wanted: str, module: str) -> str:
         """Returns a name that vLLM's own renaming turns into the wanted one, beside a module of the checkpoint.
 
@@ -136,8 +155,21 @@ class Names:
         raise CheckpointError(f"{module}: it belongs to {layer} in vLLM, which renames {beside} to {renamed}")
 
     def below(self, layer: str) -> list[str]:
-        """Returns the low-bit modules inside a module of vLLM, by the checkpoint's names."""
-        return [m for name, m in self._modules.items() if m in self.low_bit and name.startswith(f"{layer}.")]
+        """Returns the low-bit modules inside a module of vLLM with experts, by the checkpoint's names.
+
+        Raises CheckpointError for modules that are to be rotated.
+        """
+        inside = [module for name, module in self._modules.items() if name.startswith(f"{layer}.")]
+        self._check_unturned(inside, "Linear", may_be_scaled=True)
+        return [module for module in inside if module in self.low_bit]
+
+    def _check_unturned(self, modules: Collection[str], kind: str, may_be_scaled: bool = False) -> None:
+        """Raise CheckpointError for modules of the checkpoint that are to be rotated or scaled, and are no low-bit
+        linear layers."""
+        if self._rotated is not None:
+            self._rotated.check_unturned(modules, kind)
+            if not may_be_scaled:
+                self._rotated.check_unscaled(modules)
 
     def _module(self, parent: str, leaf: str) -> str:
         name = f"{parent}.{leaf}".lstrip(".")

@@ -6,9 +6,9 @@ wants, and makes a weight of these when they have come.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -16,15 +16,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowbit.dialect.errors import CheckpointError, PackError
+from lowbit.dialect.errors import CheckpointError, PackError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec, interned
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint, open_checkpoint
-from lowbit.pylib.checkpoints.registry import import_weight, without_zero_bias
+from lowbit.pylib.checkpoints.layers import layer_of
+from lowbit.pylib.checkpoints.registry import import_between, without_zero_bias
+from lowbit.pylib.checkpoints.transforms import Rotations, are_alike
 from lowbit.pylib.integrations.serving.names import BIAS
 from lowbit.pylib.nn.fuse import concatenated, why_apart
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.rotated import Beside, RotatedLinear
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.tune.timing import random_weight
 from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.saved import SPEC, check_same, read_spec, write_spec
 from lowbit.pylib.weights.sharding import Part
@@ -34,22 +39,45 @@ _ABOUT = EXTRA_STATE[1:]
 ACTS: dict[torch.dtype, Act] = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-class Rows(nn.ModuleList):
-    """Low-bit layers that share their input and whose results are joined. Neighbours of one format become one layer."""
+Layer = LowbitLinear | RotatedLinear
 
-    def __init__(self, parts: Sequence[LowbitLinear], joined: bool = False) -> None:
-        runs = [[part] for part in parts] if joined else _runs(parts)
-        super().__init__([concatenated(run) if len(run) > 1 else run[0] for run in runs])
+
+class Rows(nn.ModuleList):
+    """Low-bit layers that share their input and whose results are joined. Neighbours of one format whose inputs are
+    rotated alike become one layer."""
+
+    def __init__(self, parts: Sequence[Layer], joined: bool = False) -> None:
+        super().__init__([_as_one(run) for run in ([[part] for part in parts] if joined else _runs(parts))])
 
     @property
-    def linears(self) -> list[LowbitLinear]:
+    def linears(self) -> list[Layer]:
         """The layers, from top to bottom."""
-        return [cast(LowbitLinear, layer) for layer in self]
+        return [cast(Layer, layer) for layer in self]
+
+    @property
+    def turns_outputs(self) -> bool:
+        """Whether results are rotated, which a bias would have to be, too."""
+        return any(len(_rotations_of(layer).outputs) for layer in self.linears)
+
+    def check_adds(self, skips: bool) -> None:
+        """Raise SpecError for results that are rotated together with a bias that the model adds later.
+
+        skips   whether the model has a bias of this layer, and adds it itself
+        """
+        if skips and self.turns_outputs:
+            raise SpecError("what comes out of this layer is rotated with its bias, which the model adds later itself")
 
     def with_bias(self, bias: Tensor) -> Rows:
         """Returns layers with these weights that add a bias [n]: its memory is theirs."""
         begins = accumulate((layer.out_features for layer in self.linears), initial=0)
         return Rows([_with_bias(layer, bias[begin:]) for layer, begin in zip(self.linears, begins)], joined=True)
+
+    def plus(self, y: Tensor, bias: Tensor) -> Tensor:
+        """Returns results y [..., n], and a bias [n] rotated as they have been, added up."""
+        if not self.turns_outputs:
+            return y + bias
+        sizes = [layer.out_features for layer in self.linears]
+        return y + torch.cat([_turned(layer, part) for layer, part in zip(self.linears, bias.split(sizes))])
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns y [..., n] of all layers for x [..., k]."""
@@ -57,15 +85,36 @@ class Rows(nn.ModuleList):
         return results[0] if len(results) == 1 else torch.cat(results, -1)
 
 
-def _runs(parts: Sequence[LowbitLinear]) -> list[list[LowbitLinear]]:
+def _rotations_of(layer: Layer) -> Rotations:
+    if isinstance(layer, LowbitLinear):
+        return Rotations()
+    return Rotations(*(tuple(cast(Any, turns)) for turns in (layer.input_rotations, layer.output_rotations)))
+
+
+def _turned(layer: Layer, bias: Tensor) -> Tensor:
+    return bias if isinstance(layer, LowbitLinear) else layer.output_rotations(bias)
+
+
+def _runs(parts: Sequence[Layer]) -> list[list[Layer]]:
     """Returns the layers in order, in lists of those that can be put together."""
     runs = [[parts[0]]]
     for part in parts[1:]:
-        if why_apart([*runs[-1], part]):
+        inputs = (_rotations_of(layer).inputs for layer in (runs[-1][0], part))
+        if why_apart(cast(list[LowbitLinear], [*runs[-1], part])) or not are_alike(*inputs):
             runs.append([part])
         else:
             runs[-1].append(part)
     return runs
+
+
+def _as_one(run: Sequence[Layer]) -> Layer:
+    """Returns layers, one below the other, as one."""
+    if len(run) == 1:
+        return run[0]
+    weight, each = concatenated(cast(list[LowbitLinear], run)), [_rotations_of(layer) for layer in run]
+    outputs = [(layer.out_features, rotations.outputs) for layer, rotations in zip(run, each)]
+    beside = [Beside(outputs)] if any(rotations.outputs for rotations in each) else []
+    return layer_of(weight.packed, Rotations(each[0].inputs, tuple(beside)))
 
 
 @dataclass(frozen=True)
@@ -133,13 +182,7 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 @lru_cache(maxsize=2)
 def opened(folder: Path) -> Checkpoint:
     """Returns the checkpoint in a folder. It is kept while layers are made; `opened.cache_clear()` closes it."""
-    checkpoint = open_checkpoint(folder)
-    if checkpoint.rotations or checkpoint.transforms:
-        raise CheckpointError(
-            f"{folder} rotates or scales what goes into layers or comes out of them at each call, which servers don't "
-            "do yet; load it with lowbit.load_checkpoint or from_pretrained, or serve a checkpoint without"
-        )
-    return checkpoint
+    return open_checkpoint(folder)
 
 
 def check_whole(folder: Path) -> None:
@@ -157,6 +200,8 @@ class Source:
 
     module     its name in the checkpoint
     tensors    those that it has, on meta, by their names in the module; without the bias
+    turns      those among them that say how it is rotated
+    rotations  returns what is done to its inputs and outputs, of its rows and columns and of those tensors
     has_bias   whether the files have a bias of it
     adds       whether that is not all zeros
     config     another library's description of the checkpoint; None for lowbit's own
@@ -165,6 +210,8 @@ class Source:
 
     module: str
     tensors: Mapping[str, Tensor]
+    turns: frozenset[str]
+    rotations: Callable[[int, int, Mapping[str, Tensor]], Rotations]
     has_bias: bool
     adds: bool
     config: Mapping[str, Any] | None
@@ -174,12 +221,16 @@ class Source:
     def of(cls, checkpoint: Checkpoint, module: str) -> Source:
         """Returns what the files say of a module. Raises CheckpointError for one that lacks a tensor."""
         checkpoint.check_layer(module)
-        tensors = {short: checkpoint.tensors[full] for short, full in checkpoint.names_of(module).items()}
+        turns = checkpoint.rotation_names_of(module)
+        names = checkpoint.names_of(module) | turns
+        tensors = {short: checkpoint.tensors[full] for short, full in names.items()}
         bias = tensors.pop(BIAS, None)
         on_meta = {short: tensor.to("meta") for short, tensor in tensors.items()}
         config = None if checkpoint.format is None else checkpoint.quantization_config
         about = None if config is not None else tensors[_ABOUT].clone()
-        return cls(module, on_meta, bias is not None, bias is not None and bool(bias.any()), config, about)
+        adds = bias is not None and bool(bias.any())
+        rotations = partial(checkpoint.rotations_of, module) if _is_rotated(checkpoint, module) else _no_rotations
+        return cls(module, on_meta, frozenset(turns), rotations, bias is not None, adds, config, about)
 
     def check_bias(self, expected: bool) -> None:
         """Raise CheckpointError unless the module has a bias where the model has one."""
@@ -201,6 +252,15 @@ class Source:
             part = share.part(whole, matrices)
             part.spec(whole)
             return SharedSource(self, share, matrices, act, whole, part)
+
+
+def _is_rotated(checkpoint: Checkpoint, module: str) -> bool:
+    """Tells whether anything is done to the inputs or outputs of a module."""
+    return bool(checkpoint.rotation_names_of(module)) or any(t.matches([module]) for t in checkpoint.transforms)
+
+
+def _no_rotations(n: int, k: int, came: Mapping[str, Tensor]) -> Rotations:
+    return Rotations()
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +292,7 @@ class SharedSource:
 
     def sliced(self, name: str, tensor: Tensor) -> Tensor:
         """Returns what is wanted of a tensor of the files: all of it, or the slice of this process."""
-        if not self.is_sliced or name == _ABOUT:
+        if not self.is_sliced or name == _ABOUT or name in self.source.turns:
             return tensor
         whole, part = cast(MatmulSpec, self.whole), cast(Part, self.part)
         return part.of(whole.slot(name), tensor, whole)
@@ -243,25 +303,39 @@ class SharedSource:
             raise CheckpointError("only the tensors of another library's files say what it is; use load_format='auto'")
         return interned(self.part.spec(self.whole))
 
-    def packed(self, tensors: Mapping[str, Tensor]) -> PackedWeight:
-        """Returns this process's part of the weight, without a bias, of the tensors that were waited for."""
+    def layer(self, tensors: Mapping[str, Tensor]) -> Layer:
+        """Returns this process's part of the module, without a bias, of the tensors that were waited for."""
+        turns = {name: tensors[name] for name in self.source.turns}
+        weight, whole, part = self._weight({name: t for name, t in tensors.items() if name not in turns})
+        rotations = self.source.rotations(whole.outputs, whole.k, turns)
+        types = TORCH[weight.spec.act], TORCH[weight.spec.out_dtype]
+        return layer_of(weight, rotations.to(weight.device, *types).part(part))
+
+    def _weight(self, tensors: dict[str, Tensor]) -> tuple[PackedWeight, MatmulSpec, Part]:
+        """Returns this process's part of the weight, what the whole is, and which part that is."""
         if self.whole is None or self.part is None:
-            packed = import_weight(
-                cast(Mapping[str, Any], self.source.config), tensors, self.act, name=self.source.module
-            )
-            packed = without_zero_bias(packed)
-            return packed.part(self.share.part(packed.spec, self.matrices))
-        given = dict(tensors)
-        check_same(read_spec(given.pop(_ABOUT)), read_spec(cast(Tensor, self.source.about)))
+            config = cast(Mapping[str, Any], self.source.config)
+            packed = without_zero_bias(import_between(config, tensors, self.act, name=self.source.module))
+            part = self.share.part(packed.spec, self.matrices)
+            return packed.part(part), packed.spec, part
+        check_same(read_spec(tensors.pop(_ABOUT)), read_spec(cast(Tensor, self.source.about)))
         spec = self.spec() if self.is_sliced else self.whole
-        packed = PackedWeight.from_state_dict({**given, SPEC: write_spec(spec)}, spec)
-        return packed if self.is_sliced else packed.part(self.part)
+        packed = PackedWeight.from_state_dict({**tensors, SPEC: write_spec(spec)}, spec)
+        return packed if self.is_sliced else packed.part(self.part), self.whole, self.part
+
+    def random(self, device: str) -> Layer:
+        """Returns the same with random numbers. Raises CheckpointError for another library's, whose tensors say what
+        it is."""
+        weight = random_weight(self.spec(), device)
+        whole, part = cast(MatmulSpec, self.whole), cast(Part, self.part)
+        return layer_of(weight, self.source.rotations(whole.outputs, whole.k, {}).to(weight.device).part(part))
 
 
-def _with_bias(layer: LowbitLinear, bias: Tensor) -> LowbitLinear:
+def _with_bias(layer: Layer, bias: Tensor) -> Layer:
     """Returns a layer with another's weight that adds the first rows of a bias."""
     spec = interned(replace(layer.spec, bias=True))
-    return LowbitLinear(spec, {**layer.packed, BIAS: bias[: layer.out_features]})
+    packed = PackedWeight(spec, {**layer.packed, BIAS: bias[: layer.out_features]})
+    return layer_of(packed, _rotations_of(layer))
 
 
 def shares_of(sources: Sequence[Source], share: Share, act: Act) -> list[SharedSource]:
@@ -269,18 +343,6 @@ def shares_of(sources: Sequence[Source], share: Share, act: Act) -> list[SharedS
     fused = len(sources) < len(share.rows)
     slices = [slice(None)] if fused else [slice(i, i + 1) for i in range(len(share.rows))]
     return [source.shared(share, matrices, act) for source, matrices in zip(sources, slices, strict=True)]
-
-
-def rows_of(weights: Mapping[str, PackedWeight]) -> Rows:
-    """Returns the layer that the weights of modules make.
-
-    weights   by the names of the modules, from top to bottom
-    """
-    parts: list[LowbitLinear] = []
-    for module, packed in weights.items():
-        with naming(module):
-            parts.append(LowbitLinear.from_packed(packed))
-    return Rows(parts)
 
 
 def quantize_rows(weight: Tensor, sizes: Sequence[int], configs: Sequence[QuantConfig]) -> Rows:

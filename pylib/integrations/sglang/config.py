@@ -124,7 +124,7 @@ class LowbitServing(QuantizationConfig):
         return (PACKED | self.packed_modules_mapping).get(leaf, [leaf])
 
     def _of_table(self, prefix: str) -> None:
-        if self.names and self.names.take(prefix, {}):
+        if self.names and self.names.take_table(prefix, (0, 0)):
             raise SpecError("in SGLang embeddings and output layers are dense; quantize the model without them")
 
     def _of_experts(self, layer: Any, prefix: str) -> Any:

@@ -20,12 +20,13 @@ from sglang.srt.runtime_context import get_parallel, get_schedule
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, ExpertsSource, SavedSource
+from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, ExpertsSource, ImportedSource, SavedSource
 from lowbit.pylib.integrations.serving.experts import GATES, LEAVE_DENSE, Experts, gated, quantize_experts
 from lowbit.pylib.integrations.serving.held import check_like, dequantized, hold, none_came
-from lowbit.pylib.integrations.serving.rows import ACTS, Share, Source, quantize_rows, rows_of, shares_of
+from lowbit.pylib.integrations.serving.rows import ACTS, Layer, Rows, Share, Source, quantize_rows, shares_of
 from lowbit.pylib.integrations.serving.startup import Limits, Startup
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.rotated import INPUTS
 from lowbit.pylib.quantization.config import QuantConfig
 
 _TOKENS = 8192  # of a step, where prefill is not cut into chunks
@@ -73,7 +74,7 @@ class Linear(Method, LinearMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns y [..., n] for x [..., k]."""
         y = layer.lowbit(x)
-        return y if bias is None else y + bias
+        return y if bias is None else layer.lowbit.plus(y, bias)
 
     def dequantize_weight(self, layer: Any) -> Tensor:
         """Returns the weight [n, k] of this process in the type of x."""
@@ -123,22 +124,25 @@ class SavedLinear(Linear):
 
     def make(self, layer: Any) -> nn.Module:
         came, self._came = self._came, {}
-        found = {}
+        found: list[Layer] = []
         for part, shared in enumerate(self.shares):
             source = shared.source
             with naming(source.module):
                 source.check_bias(layer.bias is not None)
                 if missing := [name for name in source.tensors if (part, name) not in came]:
                     raise none_came(", ".join(missing))
-                found[source.module] = shared.packed({name: came[part, name] for name in source.tensors})
-        return rows_of(found)
+                found.append(shared.layer({name: came[part, name] for name in source.tensors}))
+        rows = Rows(found)
+        rows.check_adds(layer.bias is not None and layer.skip_bias_add)
+        return rows
 
 
 def _register(owner: nn.Module, name: str, loader: Callable[..., None]) -> None:
-    """Give a module an empty parameter that hands tensors on."""
+    """Give a module an empty parameter that hands tensors on. Its name may have dots, as SGLang asks for parameters by
+    the whole of their names alone."""
     empty: Any = nn.Parameter(torch.empty(0), requires_grad=False)
     empty.weight_loader = loader
-    owner.register_parameter(name, empty)
+    owner._parameters[name] = empty
 
 
 class _Dense(Method):
@@ -277,14 +281,16 @@ class SavedExperts(ExpertsMethod):
         self.kinds = [kind for kind, like in wanted.items() if like is not None]
         if isinstance(self.source, SavedSource):
             self._register_own(layer, layer.num_experts)
-        else:
-            for short in dict.fromkeys(kind.partition(".")[2] for kind in self.source.tensors):
+        elif isinstance(self.source, ImportedSource):
+            for short in self.source.shorts:
                 for matrix in ("w13", "w2"):
-                    _register(layer, f"{matrix}_{short}", self._projection_loader(layer, short))
+                    _register(layer, f"{matrix}_{short}", self._projection_loader(layer, self.source, short))
         self.expected()
 
     def _register_own(self, layer: Any, experts: int) -> None:
         """Creates parameters as lowbit's files name them, "gate_up.3.codes" say."""
+        for name in (f"{INPUTS}.{number}.scale" for number in range(len(self.source.inputs))):
+            _register(layer, name, self._own_loader(layer, name))
         kinds = [*self.source.tensors, *(f"{matrix}._extra_state" for matrix in ("gate_up", "down"))]
         for matrix in ("gate_up", "down"):
             modules = nn.ModuleList(nn.Module() for _ in range(experts))
@@ -297,13 +303,12 @@ class SavedExperts(ExpertsMethod):
     def _own_loader(self, layer: Any, name: str) -> Callable[..., None]:
         return lambda param, loaded_weight, *_: self._take(layer, name, loaded_weight, param.device)
 
-    def _projection_loader(self, layer: Any, short: str) -> Callable[..., None]:
+    def _projection_loader(self, layer: Any, source: ImportedSource, short: str) -> Callable[..., None]:
         def load(
             param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
         ) -> None:
-            names = (f"{projection}.{short}" for projection in _PROJECTIONS[shard_id])
-            kind = next(name for name in names if name in self.source.tensors)
-            self._take(layer, f"{expert_id}.{kind}", loaded_weight, param.device)
+            projection = next(name for name in _PROJECTIONS[shard_id] if name in source.projections)
+            self._take(layer, f"{expert_id}.{projection}.{short}", loaded_weight, param.device)
 
         return load
 
@@ -329,4 +334,5 @@ class SavedExperts(ExpertsMethod):
             raise none_came("{} of expert {}".format(*missing))
         tensors = {kind: torch.stack([came.pop((kind, each)) for each in range(self.count)]) for kind in self.kinds}
         gate_up, down = self.source.weights(tensors, self.share)
-        return Experts(gated(gate_up, GATES["silu"]), down, layer.top_k, layer.num_experts)
+        gate_up = gated(gate_up, GATES["silu"])
+        return Experts(gate_up, down, layer.top_k, layer.num_experts, self.source.inputs)

@@ -195,6 +195,8 @@ class LowbitServing(QuantizationConfig):
         opened.cache_clear()  # all layers have been made, and know what they wait for
         names = self.names.renamed()
         ours: Any = {re.compile("^.*$"): lambda match: names.get(match[0], match[0])}
+        if unused := "|".join(map(re.escape, sorted(self.names.unused()))):
+            ours = {re.compile(f"^({unused})$"): None} | ours
         return WeightsMapper(orig_to_new_regex=ours) | super().get_cache_scale_mapper()
 
 

@@ -25,6 +25,7 @@ from lowbit.pylib.integrations.serving.rows import ACTS
 from lowbit.pylib.integrations.vllm.methods import Method, is_filled_later
 from lowbit.pylib.nn.gated_linear import Gate
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.rotated import Rotation
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -74,10 +75,15 @@ class ExpertsMethod(Method, FusedMoEMethodBase):
             topk_ids = topk_ids.to(torch.int32)
         return layer.lowbit(x, topk_ids, topk_weights)
 
-    def _experts(self, layer: Any, gate_up: PackedWeight, down: PackedWeight) -> Experts:
-        """Returns experts of this process, to which ids are those of all processes."""
+    def _experts(
+        self, layer: Any, gate_up: PackedWeight, down: PackedWeight, inputs: Sequence[Rotation] = ()
+    ) -> Experts:
+        """Returns experts of this process, to which ids are those of all processes.
+
+        inputs   what multiplies tokens before they meet experts
+        """
         among = 0 if layer.expert_map is None else len(layer.expert_map)
-        return Experts(gate_up, down, self.moe.experts_per_token, among)
+        return Experts(gate_up, down, self.moe.experts_per_token, among, inputs)
 
 
 def _check_adapters(lora: Any) -> None:
@@ -211,7 +217,7 @@ class SavedExperts(ExpertsMethod):
             device = next(iter(tensors.values())).device
             made = self.source.random(self.count, device, self.share) if missing else None
             gate_up, down = made or self.source.weights(tensors, self.share)
-            return self._experts(layer, gated(gate_up, self.gate), down)
+            return self._experts(layer, gated(gate_up, self.gate), down, self.source.inputs)
 
     def _missing(self) -> str:
         """Returns the first tensor that has not come; "" if all have."""

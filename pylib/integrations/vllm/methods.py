@@ -32,12 +32,12 @@ from lowbit.pylib.integrations.serving.held import check_like, dequantized, hold
 from lowbit.pylib.integrations.serving.names import parameter
 from lowbit.pylib.integrations.serving.rows import (
     ACTS,
+    Layer,
     Rows,
     Share,
     SharedSource,
     Source,
     quantize_rows,
-    rows_of,
     shares_of,
 )
 from lowbit.pylib.integrations.serving.startup import Startup
@@ -45,8 +45,6 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tune.timing import random_weight
-from lowbit.pylib.weights.packed import PackedWeight
 
 _PROCESSED = "_already_called_process_weights_after_loading"  # vLLM deletes it before it loads a layer again
 _FILLED_LATER = ("dummy",)  # load formats that pass no tensors of the files
@@ -102,7 +100,7 @@ class Multiplies(Method):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns y [..., n] for x [..., k]."""
         y = layer.lowbit(x)
-        return y if bias is None or self._adds_bias else y + bias[: y.shape[-1]]
+        return y if bias is None or self._adds_bias else layer.lowbit.plus(y, bias[: y.shape[-1]])
 
     def dequantize_weight(self, layer: Any) -> Tensor:
         """Returns the weight [n, k] of this process in the type of x."""
@@ -111,6 +109,7 @@ class Multiplies(Method):
     def _with_bias(self, layer: Any, rows: Rows, columns: int) -> nn.Module:
         """Returns rows that add the layer's bias themselves, where vLLM would add it to what they give."""
         bias: Tensor | None = layer.bias
+        rows.check_adds(bias is not None and layer.skip_bias_add)
         adds_up = columns != layer.input_size  # results of all processes, of which the first has the bias
         if bias is None or layer.skip_bias_add or (adds_up and _rank_of(layer)):
             return rows
@@ -186,28 +185,27 @@ class SavedLinear(Multiplies, LinearMethodBase):
         """Returns this process's part of the modules."""
         for source in self.sources:
             source.check_bias(layer.bias is not None)
-        return self._with_bias(layer, rows_of(self.weights(layer)), self.columns)
+        return self._with_bias(layer, Rows(self.parts(layer)), self.columns)
 
-    def weights(self, layer: Any) -> dict[str, PackedWeight]:
-        """Returns this process's weights of the modules, by name, of tensors that have come; random ones if vLLM passes
-        none."""
+    def parts(self, layer: Any) -> list[Layer]:
+        """Returns this process's parts of the modules, of tensors that have come; random ones if vLLM passes none."""
         came, self._came = self._came, set()
-        found: dict[str, PackedWeight] = {}
+        found: list[Layer] = []
         for part, shared in enumerate(self.shares):
             source = shared.source
             tensors = {name: getattr(layer, parameter(part, name)).data for name in source.tensors}
             with naming(source.module):
                 if missing := [name for name in tensors if parameter(part, name) not in came]:
-                    found[source.module] = self._without(shared, missing, came, tensors[missing[0]].device)
+                    found.append(self._without(shared, missing, came, tensors[missing[0]].device))
                 else:
-                    found[source.module] = shared.packed(tensors)
+                    found.append(shared.layer(tensors))
         return found
 
-    def _without(self, shared: SharedSource, missing: list[str], came: set[str], device: torch.device) -> PackedWeight:
-        """Returns a random weight. Raises CheckpointError unless vLLM fills a model in another way."""
+    def _without(self, shared: SharedSource, missing: list[str], came: set[str], device: torch.device) -> Layer:
+        """Returns a random part. Raises CheckpointError unless vLLM fills a model in another way."""
         if came or not self.filled_later:
             raise none_came(", ".join(missing))
-        return random_weight(shared.spec(), str(device))
+        return shared.random(str(device))
 
 
 class SavedHead(SavedLinear):
@@ -220,7 +218,7 @@ class SavedHead(SavedLinear):
     def make(self, layer: Any) -> nn.Module:
         """Returns this process's part of the layer."""
         self.sources[0].check_bias(getattr(layer, "bias", None) is not None)
-        return rows_of(self.weights(layer))
+        return Rows(self.parts(layer))
 
 
 class SavedEmbedding(SavedHead):
@@ -228,9 +226,9 @@ class SavedEmbedding(SavedHead):
 
     def make(self, layer: Any) -> nn.Module:
         """Returns this process's part of the table."""
-        ((module, packed),) = self.weights(layer).items()
-        with naming(module):
-            return LowbitEmbedding.from_packed(packed)
+        (part,) = self.parts(layer)
+        with naming(self.sources[0].module):
+            return LowbitEmbedding.from_packed(part.packed)
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Returns the rows [..., size] of tokens [...]."""
