@@ -40,6 +40,7 @@ from lowbit.passes.cpu.vector_ops import (
     sum_each,
     sum_of,
     vec,
+    when,
 )
 from lowbit.passes.cpu.worker import Task, define, take_pieces, wait_until_done
 
@@ -73,24 +74,32 @@ class _RopeProgram(Rope):
         _define_pieces(self.words, self._head)
 
     def _head(self, task: Task, piece: Value) -> None:
-        token, head = divmod_(piece, self.queries + self.keys)
-        is_query = less(head, i64(self.queries))
+        token, head = divmod_(piece, self.heads)
+        turning = self.queries + self.keys
         nbytes = self.columns * ELEMENTS[self.act].bytes
-
-        def head_at(name: str, row: Value, first: int) -> Value:
-            return at(at(task.array(name), row), mul(arith.subi(head, i64(first)), nbytes))
+        batch, place = (each(token, task.integer("tokens")) for each in (arith.divui, arith.remui))
 
         def source(name: str, first: int) -> Value:
-            return head_at(name, arith.muli(token, task.integer(f"{name}_row")), first)
+            row = arith.muli(token, task.integer(f"{name}_row"))
+            return at(at(task.array(name), row), mul(arith.subi(head, i64(first)), nbytes))
 
-        def target(name: str, count: int, first: int) -> Value:
-            return head_at(name, mul(token, count * nbytes), first)
+        def cached(short: str, name: str, first: int) -> Value:
+            of_batch = arith.muli(batch, task.integer(f"{name}_batch"))
+            of_head = arith.muli(arith.subi(head, i64(first)), task.integer(f"{name}_head"))
+            return at(at(task.array(f"{short}_out"), add(of_batch, of_head)), mul(place, nbytes))
 
-        x = arith.select(is_query, source("q", 0), source("k", self.queries))
-        y = arith.select(is_query, target("q_out", self.queries, 0), target("k_out", self.keys, self.queries))
-        gain = arith.select(is_query, task.array("q_gain"), task.array("k_gain"))
-        turns = [_Numbers(self.act, at(task.array(name), mul(token, nbytes))) for name in ("cos", "sin")]
-        self._rotate(_Numbers(self.act, x), _Numbers(self.act, y), _Numbers(self.act, gain), turns)
+        with when(less(head, i64(turning))):
+            is_query = less(head, i64(self.queries))
+            x = arith.select(is_query, source("q", 0), source("k", self.queries))
+            q_out = at(task.array("q_out"), add(mul(token, self.queries * nbytes), mul(head, nbytes)))
+            y = arith.select(is_query, q_out, cached("k", "key", self.queries))
+            gain = arith.select(is_query, task.array("q_gain"), task.array("k_gain"))
+            turns = [_Numbers(self.act, at(task.array(name), mul(token, nbytes))) for name in ("cos", "sin")]
+            self._rotate(_Numbers(self.act, x), _Numbers(self.act, y), _Numbers(self.act, gain), turns)
+        with when(less(i64(turning - 1), head)):
+            x, y = source("v", turning), cached("v", "value", turning)
+            with loop(0, nbytes, 2 * LANES) as byte:
+                store(load(vec(i(8), 2 * LANES), at(x, byte.index)), at(y, byte.index))
 
     def _rotate(self, x: _Numbers, y: _Numbers, gain: _Numbers, turns: Sequence[_Numbers]) -> None:
         factor = broadcast(_norm_factor(x, self.columns, self.eps)) if self.normed else None

@@ -2,7 +2,7 @@
 loads MLIR.
 
     Norm      a root-mean-square norm, of a token at a time
-    Rope      norms and rotations of queries and keys, of a head at a time
+    Rope      norms and rotations of queries and keys, which it puts where they are read, as values; a head at a time
     Attend    attention over the keys and values of a cache, of a query head at a time
     Chain     programs one behind the other, in the threads that called it
 
@@ -38,12 +38,17 @@ class Norm:
     words = ("gain", "residual")
 
 
+CACHED = ("key_batch", "key_head", "value_batch", "value_head")
+"""Bytes from one sequence, and from one head, to the next, of keys and values in a cache; places are side by side."""
+
+
 @dataclass(frozen=True)
 class Rope:
-    """Rotated queries and keys, a head a piece: first the queries of a token, then its keys.
+    """Rotated queries and keys, and values as they are, a head a piece: of a token first its queries, then its keys,
+    then its values. Keys and values go into a cache, from a place on.
 
     columns   of a head, a multiple of 32
-    normed    whether a head has a norm before it is rotated, with `eps` and `shift`
+    normed    whether a head of queries or keys has a norm before it is rotated, with `eps` and `shift`
     """
 
     act: str
@@ -54,7 +59,16 @@ class Rope:
     eps: float = 0.0
     shift: float = 0.0
 
-    words = ("q", "q_row", "k", "k_row", "q_out", "k_out", "cos", "sin", "q_gain", "k_gain")
+    words = (
+        *("q", "q_row", "k", "k_row", "v", "v_row"),  # arrays, and bytes from one token to the next
+        *("q_out", "k_out", "v_out", *CACHED, "tokens"),  # of the first new place; tokens of a sequence
+        *("cos", "sin", "q_gain", "k_gain"),
+    )
+
+    @property
+    def heads(self) -> int:
+        """The pieces of a token."""
+        return self.queries + 2 * self.keys
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ class Attend:
     masked: bool
 
     words = (
-        *("keys", "values", "key_batch", "key_head", "value_batch", "value_head"),  # arrays, and bytes from one to next
+        *("keys", "values", *CACHED),
         *("length", "tokens"),  # places, and tokens of a sequence
         *("mask", "mask_batch", "mask_row"),
     )

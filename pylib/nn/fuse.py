@@ -38,6 +38,7 @@ from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import check_model
 from lowbit.pylib.nn.router import FusedRouter, route_apart_, route_together_
 from lowbit.pylib.nn.siblings import Group, rewritten, siblings
+from lowbit.pylib.nn.stack_on_cpu import PARTS, StackedModel, may_stack, stack_, unstack_
 from lowbit.pylib.weights import outliers
 from lowbit.pylib.weights.saved import check_same, with_products_of
 from lowbit.pylib.weights.sharding import Part
@@ -77,7 +78,8 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
     with a `StaticCache` and sdpa or eager attention. Prompts, other caches and layers with hooks or adapters run as
     before. The rows of `gate_up_proj` are stored so that its kernel applies the activation. On a CPU layers of Llama,
     Mistral, Qwen2, Qwen3 and Gemma 3 decode in two native calls each, with any cache: up to 12 tokens in all, or 4
-    where codes have 8 bits.
+    where codes have 8 bits. For one token of each sequence all layers of these models are one call, with a
+    `DynamicCache` or a `StaticCache`.
 
     Routers of mixtures of experts compute up to 64 tokens in one launch, without gradients: those whose weights are a
     softmax over experts, or sigmoids, whatever the name of their class.
@@ -90,7 +92,7 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
     check_model(model)
     places = Counter(child for module in model.modules() for child in module._modules.values() if child is not None)
     siblings = [row for name, parent in list(model.named_modules()) for row in _fuse_children(name, parent, places)]
-    return *siblings, *_chain(model), *_routers(model)
+    return *siblings, *_chain(model), *_stack(model), *_routers(model)
 
 
 def _chain(model: nn.Module, gate: bool = True) -> Iterator[FusedLayers]:
@@ -99,6 +101,14 @@ def _chain(model: nn.Module, gate: bool = True) -> Iterator[FusedLayers]:
         if may_chain(layer) and not isinstance(layer, ChainedLayer) and (gate or _was_fused(layer)):
             children, reason = children_of(layer), chain_(layer, gate)
             yield FusedLayers(name, children, "" if reason else type(layer).__name__, reason)
+
+
+def _stack(model: nn.Module) -> Iterator[FusedLayers]:
+    """Makes models on a CPU run all decoder layers in one native call for a token."""
+    for name, module in list(model.named_modules()):
+        if may_stack(module):
+            stack_(module)
+            yield FusedLayers(name, PARTS, type(module).__name__)
 
 
 def _was_fused(layer: nn.Module) -> bool:
@@ -128,11 +138,14 @@ def unfuse_(model: nn.Module) -> tuple[str, ...]:
     chained = [name for name, module in modules if issubclass(type(module), ChainedLayer)]
     for name in chained:
         unchain_(model.get_submodule(name))
+    stacked = [name for name, module in modules if issubclass(type(module), StackedModel)]
+    for name in stacked:
+        unstack_(model.get_submodule(name))
     routers = [name for name, module in modules if issubclass(type(module), FusedRouter)]
     for name in routers:
         route_apart_(model.get_submodule(name))
     apart = [name for name, module in modules if issubclass(type(module), FusedModule) and _take_apart(module)]
-    return *chained, *routers, *apart
+    return *chained, *stacked, *routers, *apart
 
 
 def _take_apart(parent: nn.Module) -> bool:
@@ -299,6 +312,7 @@ def chain_placed(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
         if leaf == GATE_UP and spec.is_gated:
             gate_placed(model.get_submodule(parent))
     list(_chain(model, gate=False))
+    list(_stack(model))
     if any(isinstance(module, FusedModule) for module in model.modules()):
         list(_routers(model))
 

@@ -74,22 +74,33 @@ def decoded(layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor | None:
         return None
     if is_observed() or MODE.on or type(x) is not Tensor or x.ndim != 3:
         return None
-    modules = matmuls_of(layer)
-    if modules is None or not _is_as_fused(layer, modules, x):
+    found, mask = programs_of(layer, x), given.get("attention_mask")
+    if found is None or not _fits(found[0], x, turn, mask):
         return None
-    norms, mask = _norms_of(layer), given.get("attention_mask")
-    programs = _programs(layer, modules, norms)
-    if programs is None or not _fits(programs, x, turn, mask):
-        return None
-
+    programs, weights = found
     index = layer._modules["self_attn"].layer_idx
 
     def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return cache.update(keys, values, index)
 
-    weights = Weights([module.packed.tensors for module in modules], [norm._parameters["weight"] for norm in norms])
     cos, sin = turn
     return programs.decode(x, weights, Tokens(cos, sin, update, mask))
+
+
+def programs_of(layer: Any, like: Tensor) -> tuple[CpuLayer, Weights] | None:
+    """Returns the programs of a layer and its tensors, by what its modules are now; None where there are none.
+
+    like   has the type, the device and the last dim of x
+    """
+    modules = matmuls_of(layer)
+    if modules is None or not _is_as_fused(layer, modules, like):
+        return None
+    norms = _norms_of(layer)
+    programs = _programs(layer, modules, norms)
+    if programs is None:
+        return None
+    weights = Weights([module.packed.tensors for module in modules], [norm._parameters["weight"] for norm in norms])
+    return programs, weights
 
 
 def matmuls_of(layer: nn.Module) -> list[LowbitLinear] | None:
@@ -110,7 +121,7 @@ def _norms_of(layer: Any) -> list[Any]:
     return [*before, *head_norms(modules["self_attn"]), *after]
 
 
-def _is_as_fused(layer: Any, modules: list[LowbitLinear], x: Tensor) -> bool:
+def _is_as_fused(layer: Any, modules: list[LowbitLinear], like: Tensor) -> bool:
     """Tells whether the modules of a layer are of the kinds that were fused, have no hooks, and are of one type and on
     the CPU."""
     attention, network = layer._modules["self_attn"], layer._modules["mlp"]
@@ -119,8 +130,8 @@ def _is_as_fused(layer: Any, modules: list[LowbitLinear], x: Tensor) -> bool:
         and is_of_its_file(attention, layer)
         and is_of_its_file(network, layer)
         and not any(map(has_hooks, (*modules, attention, network)))
-        and all(module._act is x.dtype and _codes(module).device.type == "cpu" for module in modules)
-        and are_norms_as_fused(layer, x)
+        and all(module._act is like.dtype and _codes(module).device.type == "cpu" for module in modules)
+        and are_norms_as_fused(layer, like)
     )
 
 

@@ -6,13 +6,15 @@ go stale, and any number of Python's threads may run it at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import c_void_p, cast
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowbit.passes.cpu.layer_plans import STEP_WORDS, Attend, Chain, LayerPlan, Norm, Rope
 from lowbit.passes.cpu.task import ENTRY, LINE
@@ -43,15 +45,27 @@ Word = int | Argument
 
 @dataclass
 class Workspace:
-    """Memory of a call: buffers on cache lines of their own."""
+    """Memory of a call: buffers on cache lines of their own.
+
+    nbytes   of the most that is taken at once
+    """
 
     nbytes: int = 0
+    _taken: int = 0
 
     def take(self, nbytes: int) -> Argument:
         """Returns where a new buffer begins."""
-        start = self.nbytes
-        self.nbytes += -(-nbytes // LINE) * LINE
+        start = self._taken
+        self._taken += -(-nbytes // LINE) * LINE
+        self.nbytes = max(self.nbytes, self._taken)
         return Argument(WORKSPACE, start)
+
+    @contextmanager
+    def scope(self) -> Generator[None]:
+        """What is taken within is free for the steps behind: a step begins when those before it are done."""
+        before = self._taken
+        yield
+        self._taken = before
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,8 @@ def matmul_step(
     """Returns the step of a matmul of m rows, at most `mm.few_tokens`. operands: of `MatmulSpec.call_operands`."""
     program = mm.few()
     parts = program.parts(threads, mm.spec.packing.row_blocks)
-    scratch = workspace.take(program.needs.nbytes(m, threads))
+    with workspace.scope():
+        scratch = workspace.take(program.needs.nbytes(m, threads))
     return Step(program.call, (m, parts, x, y, scratch, *operands), m + parts)
 
 
@@ -107,9 +122,10 @@ class CpuChain:
         self._fixed = np.array([word.byte for word in given], np.int64)
         self._arguments = np.array([word.index for word in given], np.intp)
 
-    def run(self, arguments: Sequence[int], threads: int) -> None:
-        """Runs all steps. arguments: from number `WORKSPACE` on; all memory stays where it is until this returns."""
-        words = np.array((0, *arguments), np.int64)[self._arguments]
+    def run(self, threads: int, *arguments: Sequence[int] | NDArray[np.int64]) -> None:
+        """Runs all steps. arguments: one behind the other, from number `WORKSPACE` on; all memory stays where it is
+        until this returns."""
+        words = np.concatenate(((0,), *arguments), dtype=np.int64, casting="unsafe")[self._arguments]
         words += self._fixed
         cpu_threads.run(self._call, words.ctypes.data, threads)
 

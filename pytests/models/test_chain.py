@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import LowbitLinear, QuantConfig
 from lowbit.pylib.model_speed.runner import Runner, Step
-from lowbit.pylib.nn import chain, layer_on_cpu
+from lowbit.pylib.nn import chain, layer_on_cpu, stack_on_cpu
 from lowbit.pylib.nn.chain import ChainedLayer
 from lowbit.pylib.nn.decoder_forms import KNOWN
 from lowbit.pylib.nn.gated_linear import GatedLinear
@@ -90,8 +90,14 @@ def chained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return decode(layer, x, at)
 
     monkeypatch.setattr(chain, "_decode", counted)
-    monkeypatch.setattr(layer_on_cpu, "decoded", lambda *_: None)  # test_layer_on_cpu.py has those of a CPU
+    without_programs(monkeypatch)  # test_layer_on_cpu.py has those of a CPU
     yield count
+
+
+def without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out a CPU's programs, which round otherwise."""
+    for module in (layer_on_cpu, stack_on_cpu):
+        monkeypatch.setattr(module, "decoded", lambda *_: None)
 
 
 def generated(model: Any, **arguments: Any) -> Any:
@@ -183,7 +189,7 @@ def test_windows(kind: str, chained: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["Gemma3", "GptOss"])
 def test_windows_compiled_without_a_break(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_on_cpu, "decoded", lambda *_: None)  # which round otherwise
+    without_programs(monkeypatch)
     model = fused(low_bit(kind))
     expected = steps(model, (6, 7, 8, 9, 10), static_cache(model))
     step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
@@ -241,7 +247,7 @@ def test_a_cache_that_is_used_again(chained: list[int]) -> None:
 
 
 def test_compiled_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_on_cpu, "decoded", lambda *_: None)  # which round otherwise
+    without_programs(monkeypatch)
     model = fused(low_bit())
     expected = steps(model, (6, 7), static_cache(model))
     step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")

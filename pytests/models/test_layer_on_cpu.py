@@ -1,4 +1,5 @@
-"""Decoder layers of transformers decode in two native calls on a CPU, with any cache, as they did before."""
+"""Decoder layers of transformers decode in native calls on a CPU, with any cache, as they did before: all of a model in
+one call, or a layer in two."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import LowbitLinear, QuantConfig
-from lowbit.pylib.nn import layer_on_cpu
+from lowbit.pylib.nn import layer_on_cpu, stack_on_cpu
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -55,15 +56,21 @@ def fused(model: Any) -> Any:
 
 @pytest.fixture
 def chained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Counts the layers that decode in a CPU's programs."""
-    count, decoded = list[int](), layer_on_cpu.decoded
+    """Counts the layers that decode in a CPU's programs, each in two calls or all in one."""
+    count, decoded, stacked = list[int](), layer_on_cpu.decoded, stack_on_cpu.decoded
 
     def counted(layer: Any, x: Tensor, given: Any) -> Tensor | None:
         if (y := decoded(layer, x, given)) is not None:
             count.append(x.shape[1])
         return y
 
+    def counted_all(model: Any, given: Any) -> Tensor | None:
+        if (y := stacked(model, given)) is not None:
+            count.extend([1] * len(model.layers))
+        return y
+
     monkeypatch.setattr(layer_on_cpu, "decoded", counted)
+    monkeypatch.setattr(stack_on_cpu, "decoded", counted_all)
     yield count
 
 
