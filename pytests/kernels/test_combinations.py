@@ -1,7 +1,7 @@
 """Every two fields of a spec meet, and element, scale and zeros in threes: on the CPU and in the emulator, against the
 definition of `pylib.check`, which shares no code with the compiler.
 
-A third of the cases run in CI, and half of those of experts; all of them with `-m slow`.
+A sixth of the cases run in CI, and half of those of experts; all of them with `-m slow`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KERNELS = (
     *("eight_bit", "eight_bit with wgmma", "eight_bit_prefill", "eight_bit_prefill_mma"),
 )
 Tensors = dict[str, Tensor]
-SHARE = 3  # one case in so many is run in CI
+SHARE = 6  # one case in so many is run in CI
 
 
 def listed(number: int, case: Case, share: int = SHARE) -> Any:
