@@ -1,8 +1,8 @@
 """Notes that a layer has changed, so that what was made of hundreds of them need not look at each before every call.
 
-Whatever changes a module does so by its dictionaries: moving it, loading, `functional_call`, hooks, adapters. Those of
-layers that are looked at are watched: a change of one puts another token in `CHANGES.last`. Who looked when the token
-was there, and finds it there still, would see the same.
+Moving a module, loading it, `functional_call`, hooks and adapters all change the module's dictionaries. Those of layers
+that were looked at are watched: each change puts a new token in `CHANGES.last`. While the token is still the one from
+before the look, looking again would find the same.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Watched(OrderedDict[K, V]):
 
 
 def watch(module: nn.Module, *names: str) -> bool:
-    """Watches these dictionaries of a module from now on: of its buffers, hooks or modules. Tells whether all are
-    watched: not those of hooks that there are already, whose handles know the dictionary."""
+    """Watches these dictionaries of a module (of buffers, hooks or modules) from now on, and tells whether all are
+    watched. One that has hooks already is left as it is, since their handles refer to it."""
     held = vars(module)
     for name in names:
         if type(held[name]) is not Watched and not (name.endswith("hooks") and held[name]):
