@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.checkpoints.expert_places import Place
+from lowbit.pylib.checkpoints.transforms import are_alike
 from lowbit.pylib.nn.dense_experts import MATRICES, dense_weight, is_linear_in_up
 from lowbit.pylib.nn.rotated import ColumnScaling, Rotation
 
@@ -73,7 +74,7 @@ def of_all(tokens: Mapping[str, tuple[ColumnScaling, ...]]) -> tuple[ColumnScali
     """
     (first, inputs), *others = tokens.items()
     for name, other in others:
-        if len(inputs) != len(other) or not all(a.is_like(b) for a, b in zip(inputs, other)):
+        if not are_alike(inputs, other):
             raise CheckpointError(
                 f"inputs of {first} and of {name} are scaled in different ways; experts of a layer have the same "
                 "tokens, which are scaled once for all of them"
