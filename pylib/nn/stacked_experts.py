@@ -96,7 +96,7 @@ class Stacked:
 
     def takes(self, x: Tensor) -> bool:
         """Tells whether there are kernels, for an x [tokens, hidden] of this type and size."""
-        return bool(self.formats) and all(some.takes(x) for some in self.formats)
+        return len(self.formats) > 0 and all(some.takes(x) for some in self.formats)
 
 
 class _Layers:

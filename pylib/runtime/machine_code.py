@@ -1,6 +1,10 @@
 """Machine code in memory: an object file, linked and loaded by LLVM's ORC, and its function.
 
 To load llvmlite takes 30 ms in the first process that finds its programs in the disk cache; to link, 1 ms a program.
+
+It is linked by JITLink, which gives a program one block of memory. ORC's other linker, RuntimeDyld, maps each section
+by itself, and ends the process where constants come to lie 2 GiB or more from the instructions that read them: among
+what is in use there may be a hole that one section fits in, and another does not.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ def load(code: bytes, name: str) -> Callable[[int], None]:
     llvm = binding()
     try:
         machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine()
-        jit = llvm.create_lljit_compiler(machine, suppress_errors=True)
+        jit = llvm.create_lljit_compiler(machine, use_jit_link=True, suppress_errors=True)
         library = llvm.JITLibraryBuilder().add_object_img(code).export_symbol(name).link(jit, name)
     except RuntimeError as error:
         raise TargetError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +116,38 @@ def test_the_memory_of_host_code_is_given_back() -> None:
     for _ in range(1000):
         load(code, "answer")
     assert pages() - before < 500
+
+
+HOLES = """
+import ctypes, mmap
+import lowbit
+
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+PAGE, SIZE, NO_RESERVE = mmap.PAGESIZE, 3 << 30, 0x4000
+
+
+def take(size):
+    return libc.mmap(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE, -1, 0)
+
+
+lowbit.compile(lowbit.MatmulSpec(64, 64, "u4", group_size=64), "cpu")
+block = take(SIZE)
+for size in (512 * PAGE, 64 * PAGE, 8 * PAGE, 2 * PAGE):
+    while take(size) > block:
+        pass
+for page in range(1, 64, 2):
+    libc.munmap(block + SIZE - page * PAGE, PAGE)
+mm = lowbit.compile(lowbit.MatmulSpec(256, 256, "u3", group_size=64), "cpu")
+"""
+
+
+def test_constants_are_within_reach() -> None:
+    """Instructions reach 2 GiB. Where the highest free memory is single pages, and all else is 3 GiB below, a linker
+    that places each section by itself puts constants of a page there, and instructions of two pages elsewhere."""
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_host_modules_live_apart() -> None:
