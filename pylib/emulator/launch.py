@@ -7,7 +7,7 @@ import math
 import struct
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +89,8 @@ class Emulator:
         variables = itertools.chain(self.module.variables, *(kernel.variables for kernel in kernels))
         self._globals = {v.name: _contents(v).copy() for v in variables if v.space == "global"}
         for kernel in kernels:
-            # Decoding every instruction once finds all that is unknown before anything runs.
-            with self._prepared(kernel, _Config(), None):
-                pass
+            with self._prepared(kernel, _Config(), None) as (machine,):
+                _check_instructions(kernel, machine)
 
     def launch(
         self,
@@ -140,6 +139,8 @@ class Emulator:
         order = None if blocks is None else [_dim3(index, "block index", least=0) for index in blocks]
         clusters = _all_clusters(extent, cluster) if order is None else _clusters(order, cluster)
         with self._lock, self._prepared(kernel, config, args) as machines:  # launches share .global variables
+            for machine in machines:
+                machine.steps = [decode(instruction, machine) for instruction in kernel.instructions]
             self._run(machines, clusters, cluster)
 
     def _run(self, machines: list[Block], clusters: Iterable[list[Index]], shape: Index) -> None:
@@ -196,7 +197,7 @@ class Emulator:
                 machine.release()
 
     def _prepare(self, kernel: Kernel, config: _Config, args: Sequence[object] | None) -> list[Block]:
-        """The blocks of a cluster, by rank: lay out all memories and decode the kernel; `args` None: just to decode."""
+        """The blocks of a cluster, by rank, with all memories laid out; `args` None: just to decode instructions."""
         lanes = -(-math.prod(config.block) // WARP) * WARP
         cluster = make_cluster(kernel, config.cluster, lanes, config.racecheck)
         memories = MemoryMap(cluster, DeviceMemory(racecheck=config.racecheck))
@@ -213,10 +214,7 @@ class Emulator:
             value = bytes(param.size) if args is None else _argument(memories.device, param, args[i], i, name)
             memories.add_param(param, value)
         memories.allocate()
-        blocks = [_block(kernel, config, memories, shared, lanes) for shared in memories.cluster.memories]
-        for block in blocks:
-            block.steps = [decode(instruction, block) for instruction in kernel.instructions]
-        return blocks
+        return [_block(kernel, config, memories, shared, lanes) for shared in memories.cluster.memories]
 
 
 @dataclass(frozen=True)
@@ -230,6 +228,15 @@ class _Config:
     racecheck: bool = False
     max_steps: int = 1
     names: tuple[str, ...] = ()
+
+
+def _check_instructions(kernel: Kernel, block: Block) -> None:
+    """Raises EmulatorError for the first instruction that is unknown, before anything runs: decodes one of each form."""
+    seen: set[Hashable] = set()
+    for instruction in kernel.instructions:
+        if (form := instruction.form()) not in seen:
+            seen.add(form)
+            decode(instruction, block)
 
 
 def _block(kernel: Kernel, config: _Config, memories: MemoryMap, shared: SharedMemory, lanes: int) -> Block:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -139,8 +140,36 @@ class Instruction:
         """Its line, for messages."""
         return f"line {self.line}{f' ({self.program})' if self.program else ''}"
 
+    def form(self) -> Hashable:
+        """Returns all of it but the names of its registers and labels, and how far an address is from a register: of
+        instructions of one form, each is understood or none."""
+        numbers: dict[Reg, int] = {}
+        guard, operands = _form(self.guard, numbers), [_form(operand, numbers) for operand in self.operands]
+        return self.opcode, self.modifiers, guard, tuple(operands)
+
     def error(self, message: str, where: str = "") -> EmulatorError:
         return EmulatorError(f"PTX {self.place}: `{self.text}`{where}: {message}")
+
+
+def _form(operand: Operand | None, numbers: dict[Reg, int]) -> Hashable:
+    """Returns what is left of an operand in the form of its instruction, whose registers are numbered as they come."""
+    match operand:
+        case Reg():
+            return operand.type, numbers.setdefault(operand, len(numbers))
+        case Address(Reg() as base):
+            return Address, _form(base, numbers)
+        case Not(reg):
+            return Not, _form(reg, numbers)
+        case Vector(items):
+            return Vector, *(_form(item, numbers) for item in items)
+        case Pair(first, second):
+            return Pair, _form(first, numbers), _form(second, numbers)
+        case TensorAddress(base, offset, coordinates):
+            return TensorAddress, offset, _form(base, numbers), *(_form(each, numbers) for each in coordinates)
+        case Label() | Table():
+            return type(operand)
+        case _:
+            return operand
 
 
 @dataclass(frozen=True)
