@@ -14,6 +14,7 @@ what it is; that is compared with config.json before anything is loaded, and the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -91,7 +92,6 @@ class LowbitQuantizer(HfQuantizer):
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
         self.foreign = Foreign()
-        self.packed: dict[str, torch.dtype] = {}
         if quantization_config.layers is not None:
             self.pre_quantized = True
         if not self.pre_quantized:
@@ -133,11 +133,7 @@ class LowbitQuantizer(HfQuantizer):
             check_output_layer(model, self.checkpoint)
         if self.pre_quantized:
             start_no_fused(model)
-        self.packed = {
-            f"{name}.{key}": tensor.dtype
-            for name, layer in low_bit_layers(model)
-            for key, tensor in layer.named_buffers(recurse=False)
-        }
+            _keep_low_bit_types(cast(Any, model))
         untie(model)
 
     def _opened(self, files: Sequence[str] | None) -> Checkpoint | None:
@@ -234,12 +230,6 @@ class LowbitQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         """Tells whether a tensor of the checkpoint is to be quantized."""
         return param_name in self.targets
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Returns the type for a tensor of a low-bit checkpoint: of low-bit layers the one that they have in the model,
-        for transformers would make some f32 by their names."""
-        own = [self.packed[name] for name in converter.target_patterns if name in self.packed]
-        return super().get_new_dtype(converter, param, own[0] if own else dtype)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Returns the bytes of an element: none of dense parameters, beside which their codes are counted."""
@@ -370,3 +360,15 @@ def _keep_as_imported(model: Any) -> None:
     from lowbit.pylib.integrations.conversion import without_imports
 
     model._weight_conversions = without_imports(model._weight_conversions)
+
+
+def _keep_low_bit_types(model: Any) -> None:
+    """Let transformers load the tensors of low-bit layers in the types that they have, where it would make some f32 by
+    parts of their names: these parts become the whole names of the others."""
+    low = tuple(f"{name}." for name, _ in low_bit_layers(model))
+    for kind in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        for pattern in set(getattr(model, kind) or ()):
+            meant = [name for name in model.state_dict() if re.search(pattern.replace("*", ".*"), name)]
+            others = {name for name in meant if not name.startswith(low)}
+            if len(others) < len(meant):
+                setattr(model, kind, {*getattr(model, kind), *others} - {pattern})
