@@ -1,7 +1,7 @@
 """Which line of a program makes an operation: from the frames of this thread, or later from those in its location.
 
 MLIR takes locations from Python's frames where its bindings may look at these. Bindings for the stable ABI, which
-packages for Python 3.12 and later have, do not; there `located` gives operations theirs.
+packages for Python 3.12 and later have, do not; there `located` and `traced` give operations theirs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from lowbit.dialect.bindings import ext, ir
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
 _MOST_FRAMES = 10  # of a location, the innermost of the user's first
+_tracing = threading.Lock()
 _BETWEEN = (Path(__file__).parent, Path(ext.__file__).parent)  # the builder's folder, and that of MLIR's dialects
 
 
@@ -52,8 +54,33 @@ def tracebacks() -> AbstractContextManager[Any]:
 
 def located() -> AbstractContextManager[Any]:
     """Within it, operations have the lines of the program as their location, if MLIR does not see to that."""
-    if _sees_frames() or not ir.Context.current:
-        return nullcontext()
+    return nullcontext() if _sees_frames() or not ir.Context.current else _here()
+
+
+@contextmanager
+def traced() -> Generator[None]:
+    """Within it, every operation has the frames that make it as its location, whichever dialect it is of. Threads that
+    want that take turns; operations of others may get locations meanwhile, too."""
+    if _sees_frames():
+        with ir.loc_tracebacks():
+            yield
+        return
+    view: Any = ir.OpView
+    with _tracing:
+        plain = view.__init__
+
+        def traced_init(op: Any, *arguments: Any, loc: Any = None, **named: Any) -> None:
+            plain(op, *arguments, loc=loc or _here(), **named)
+
+        view.__init__ = traced_init
+        try:
+            yield
+        finally:
+            view.__init__ = plain
+
+
+def _here() -> Any:
+    """Returns the location of the innermost frames outside of the builder."""
     frames = [ir.Location.file(path, line, 0) for path, line in islice(_users_frames(), _MOST_FRAMES)]
     innermost, *callers = frames or [ir.Location.unknown()]
     return ir.Location.callsite(innermost, callers) if callers else innermost

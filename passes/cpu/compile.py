@@ -6,6 +6,7 @@ from lowbit.dialect.assembly import print_module
 from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder.locations import traced
 from lowbit.passes.codegen.host import emit_host, emit_host_assembly, host_cpu, host_features
 from lowbit.passes.codegen.ptx import translate
 from lowbit.passes.codegen.source_lines import mark_lines
@@ -56,7 +57,7 @@ def program_origins(spec: MatmulSpec, program: Program, cpu: str = "") -> tuple[
     """The same, and where the lines of every stage came from."""
     origins = Origins(helpers=("vector_ops.py",))
     with new_context(), ir.Location.unknown():
-        with ir.loc_tracebacks():
+        with traced():
             module = build_cpu_program(spec, program, isa_of(cpu))
         origins.number(module)
         stages = {"vector": origins.recorded("vector", module)}

@@ -11,7 +11,7 @@ import pytest
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Program
+from lowbit.passes.builder import Program, locations
 from lowbit.passes.codegen import sass
 from lowbit.passes.codegen.cubin import emit_cubin
 from lowbit.passes.codegen.sass import Control, disassemble
@@ -109,6 +109,16 @@ def test_origins_of_a_program_of_ones_own() -> None:
     assert {lines[n - first].strip().split(" ")[0] for n in of_python} >= {"tile", "p.store(tile"}
     assert {place[1] for place in origins.above["lowbit"] if place} == of_python
     assert {place[0] for place in origins.python if place} == {__file__}
+
+
+def test_origins_of_host_code_where_mlir_sees_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with Python 3.12 and later."""
+    seen = program_origins(SPEC, "few", "x86-64-v3")
+    monkeypatch.setattr(locations, "_sees_frames", lambda: False)
+    given = program_origins(SPEC, "few", "x86-64-v3")
+    assert seen[0] == given[0]
+    places = set(seen[1].python) - {None}
+    assert len(places) > 100 and places <= set(given[1].python)
 
 
 @needs_nvdisasm
