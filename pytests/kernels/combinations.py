@@ -1,6 +1,6 @@
 """A covering array of all that a user can write: every two values of two fields that go together meet in a case, and
-every three of element, scale and zeros. What goes together is what `MatmulSpec` accepts. Weights of several experts
-have an array of their own, of pairs.
+every three of element, scale and zeros. Those that CI runs are picked for what meets in them. What goes together is
+what `MatmulSpec` accepts. Weights of several experts have an array of their own, of pairs.
 
 Which code computes a weight depends on more than three fields at once. So kinds of elements and of scales, zeros, the
 type of x and the engine that multiplies meet in fives (`ENGINES`, `SCALES`, `ELEMENTS`), in groups.
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
 from allpairspy import AllPairs
+from kernel_cases import telling
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -160,6 +161,13 @@ def _kind_of(value: str, kinds: Mapping[str, tuple[str, ...]]) -> str:
     return next(kind for kind, values in kinds.items() if value in values)
 
 
+def features(choice: Mapping[str, Any]) -> Iterator[Hashable]:
+    """Yields what is to meet in some case: the pairs of a choice, its three and its five."""
+    yield from itertools.combinations(choice.items(), 2)
+    yield _key(choice, ("weight", "scale", "zeros"))
+    yield from fives_of(choice)
+
+
 def _choice_of_five(five: tuple[str, ...], rows: list[Choice], rng: random.Random) -> Choice | None:
     """Returns a legal choice that has a five, in a row that is there if one takes it."""
     element, scale, zeros, act, engine = five
@@ -187,6 +195,10 @@ class CoveringArray:
     @cached_property
     def cases(self) -> list[Case]:
         return [Case(_spec(choice), *choice["place"], seed=i) for i, choice in enumerate(self.choices)]
+
+    def in_ci(self, most: int) -> list[int]:
+        """Returns the places of so many choices, those in which the most of what is to meet does."""
+        return telling(range(len(self.choices)), lambda number: features(self.choices[number]), most)
 
 
 def integer_cases() -> list[Case]:
@@ -225,8 +237,7 @@ EXPERT_FACTORS: dict[str, tuple[Any, ...]] = FACTORS | {
 @cache
 def expert_array() -> CoveringArray:
     """Returns choices for weights of experts: of rows in which every two values meet that go together, those that a
-    kernel serves, and half of them again as invariant ones, where those have kernels. They are in an order in which
-    every other has nearly all values."""
+    kernel serves, and half of them again as invariant ones, where those have kernels."""
     bases = [base | {"experts": 3, "n": 48} for base in BASES]
 
     def may_become_legal(row: list[Any]) -> bool:

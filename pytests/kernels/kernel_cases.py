@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tables import table
 
@@ -17,6 +17,7 @@ from lowbit.passes.kernels.streaming.arithmetic import always_uses_raw_codes
 from lowbit.passes.kernels.streaming.legality import check_schedule
 from lowbit.passes.targets import parse_target
 
+T = TypeVar("T")
 TOKENS = (8, 16, 32, 64, 128, 256)  # that a schedule can be for
 MOST_WORK = 64  # mma instructions per warp and step, if there is a choice: LLVM and the emulator take time
 
@@ -81,14 +82,38 @@ def pairs(choice: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     return itertools.combinations(choice.items(), 2)
 
 
+def telling(rows: Iterable[T], features: Callable[[T], Iterable[Hashable]], most: int | None = None) -> list[T]:
+    """Returns rows that have all features that any row has, or, of at most so many rows, nearly as many as these can:
+    at each turn the row with the most that are missing."""
+    places: dict[Hashable, int] = {}
+    left = [(row, sum(1 << places.setdefault(each, len(places)) for each in set(features(row)))) for row in rows]
+    found: list[T] = []
+    seen = 0
+    while left and len(found) != most:
+        number = max(range(len(left)), key=lambda number: (left[number][1] & ~seen).bit_count())
+        row, bits = left.pop(number)
+        if not bits & ~seen:
+            break
+        found.append(row)
+        seen |= bits
+    return found
+
+
 def covering(
+    factors: dict[str, Sequence[Any]], fit: Callable[[dict[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns choices in which every two values of every two factors meet, if `fit` lets them."""
+    return telling(_covering(factors, fit), pairs)
+
+
+def _covering(
     factors: dict[str, Sequence[Any]],
     fit: Callable[[dict[str, Any]], dict[str, Any]],
     tries: int = 20,
     patience: int = 60,
 ) -> Iterator[dict[str, Any]]:
-    """Choices in which every two values of every two factors meet, if `fit` lets them: at each turn the best of some
-    random ones that have a missing pair (Cohen et al., "The AETG System", 1997)."""
+    """Yields at each turn the best of some random choices that have a missing pair (Cohen et al., "The AETG System",
+    1997). Some are not needed in the end: what `fit` changes has pairs that others were made for."""
     rng = random.Random(0)
     left = {
         ((a, x), (b, y)): None for a, b in itertools.combinations(factors, 2) for x in factors[a] for y in factors[b]

@@ -2,21 +2,24 @@
 of wgmma run one after the other. A block has all of a multiprocessor, so this decides about its time.
 
 A fixed sample that covers: in every family, every format and every kind of scale. It has one kind of scale for
-each format in a family, another one from format to format. CI runs every other case of it, and `-m slow` all others
-and those beyond it. Zeros, groups, activations, outliers, rows and schedules take turns with different periods, so that
-they meet in all combinations of two.
+each format in a family, another one from format to format. CI runs a third of it, picked so that the most of formats,
+scales and tiles meets in some case (`telling`), and `-m slow` all others and those beyond it. Zeros, groups,
+activations, outliers, rows and schedules take turns with different periods, so that they meet in all combinations of
+two.
 `test_prefill.test_no_spills_of_any_format` and its like try all schedules, and are slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain, combinations
 from typing import Any
 
 import pytest
 from eight_bit_problems import FITTING
+from kernel_cases import telling
 from tables import table
 
 from lowbit.dialect.bilevel import Bilevel
@@ -179,11 +182,26 @@ def most_spilled(kernel: KernelRequest) -> int:
 
 
 def listed(case: Case) -> Any:
-    """A case as a parameter. CI runs every other one of the sample."""
+    """A case as a parameter."""
     return pytest.param(case, id=str(case), marks=[] if id(case) in _IN_CI else [pytest.mark.slow])
 
 
-_IN_CI = set(map(id, SAMPLE[::2]))
+def features(case: Case) -> Iterator[Hashable]:
+    """Yields what is to meet in some case of a family, two by two."""
+    spec = case.spec
+    scales = {"scale": SCALES.index(kind(spec)), "zeros": spec.zeros, "group": spec.group_size}
+    others = {"act": spec.act, "rows": spec.n, "outliers": spec.outliers, "8 bits": (spec.compute, spec.fold_scales)}
+    tile = {"weight": spec.weight, "tokens": case.kernel.schedule.tokens, "target": case.target}
+    return ((case.family, *pair) for pair in combinations((scales | others | tile).items(), 2))
+
+
+def kind(spec: MatmulSpec) -> dict[str, Any]:
+    """The kind of scale of a spec."""
+    return next(scales for scales in SCALES if all(getattr(spec, name) == value for name, value in scales.items()))
+
+
+IN_CI = telling(SAMPLE, features, most=110)
+_IN_CI = set(map(id, IN_CI))
 
 
 @pytest.mark.parametrize("case", [listed(case) for case in EVERY])
@@ -197,9 +215,13 @@ def test_no_spills_and_products_overlap(case: Case) -> None:
     assert kernel.launch.shared_bytes + used.shared <= case.target.max_shared_per_block, made
 
 
-def kind(spec: MatmulSpec) -> dict[str, Any]:
-    """The kind of scale of a spec."""
-    return next(scales for scales in SCALES if all(getattr(spec, name) == value for name, value in scales.items()))
+def test_ci_has_every_family_with_most_values() -> None:
+    for family in {case.family for case in SAMPLE}:
+        every, found = (
+            set(chain(*(pair[1:] for case in cases if case.family == family for pair in features(case))))
+            for cases in (SAMPLE, IN_CI)
+        )
+        assert len(found) > 2 / 3 * len(every), family
 
 
 def test_the_sample_covers_formats_and_scales() -> None:
