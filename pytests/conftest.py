@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,11 +60,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"gpu: {reason}"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage meanwhile: nearly all that comes to be there, modules and tests, lives to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what is there already out of garbage collection: MLIR, torch and thousands of tests, which live to the end,
-    would be gone through each time that a kernel's operations fill the youngest generation."""
+    would be gone through each time that a kernel's operations fill the youngest generation. Of what comes later, the
+    most is modules, and closures of the emulator that are gone after their launch: look at it more seldom."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 50)
 
 
 @pytest.fixture(autouse=True, scope="session")

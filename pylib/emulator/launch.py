@@ -231,7 +231,7 @@ class _Config:
 
 
 def _check_instructions(kernel: Kernel, block: Block) -> None:
-    """Raises EmulatorError for the first instruction that is unknown, before anything runs: decodes one of each form."""
+    """Raises EmulatorError for the first instruction that is unknown: decodes one of each form."""
     seen: set[Hashable] = set()
     for instruction in kernel.instructions:
         if (form := instruction.form()) not in seen:
