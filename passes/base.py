@@ -23,11 +23,14 @@ class Pass(Protocol):
 def each_op(module: ir.Module, kind: type) -> Iterator[Any]:
     """All operations of one class, in program order; they may be erased on the way."""
     found: list[Any] = []
+    wanted: dict[str, bool] = {}  # by name, which says the class: most operations need no view
 
     def visit(op: Any) -> Any:
-        view = op.opview
-        if isinstance(view, kind):
-            found.append(view)
+        name = op.name
+        if name not in wanted:
+            wanted[name] = isinstance(op.opview, kind)
+        if wanted[name]:
+            found.append(op.opview)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)

@@ -54,10 +54,11 @@ def translate(module: ir.Module | ir.Operation | ir.OpView) -> str:
         root.verify()
     except ir.MLIRError as error:
         raise PassError(f"module does not verify: {error}") from error
-    left = [op for op in _operations(root) if not op.name.startswith(("llvm.", "nvvm."))]
+    inner = _operations(root)
+    left = [op for op, name in inner if not name.startswith(("llvm.", "nvvm."))]
     if left:
         raise PassError(_no_translation(left[0], "lower it to the llvm dialect first"))
-    if needy := _inline_ptx_operations(root):
+    if needy := _inline_ptx_operations(root, [each for each in inner if each[1].startswith("nvvm.")]):
         raise PassError(_no_translation(needy[0], "run convert-nvvm-to-llvm first"))
     return llvm.translate_module_to_llvmir(root)
 
@@ -72,32 +73,36 @@ def _device_code(root: ir.Operation) -> ir.Operation:
     return inner[0] if inner else root
 
 
-def _operations(root: ir.Operation) -> list[ir.Operation]:
+_Named = tuple[ir.Operation, str]
+"""An operation and its name, which the bindings make anew whenever it is asked for."""
+
+
+def _operations(root: ir.Operation) -> list[_Named]:
     """All operations inside `root`, without itself."""
-    found: list[ir.Operation] = []
+    found: list[_Named] = []
 
     def visit(op: ir.Operation) -> ir.WalkResult:
-        found.append(op)
+        found.append((op, op.name))
         return ir.WalkResult.ADVANCE
 
     root.walk(visit, ir.WalkOrder.PRE_ORDER)
     return found[1:]
 
 
-def _inline_ptx_operations(root: ir.Operation) -> list[ir.Operation]:
-    """nvvm operations that are inline PTX to LLVM: they translate only after convert-nvvm-to-llvm.
+def _inline_ptx_operations(root: ir.Operation, nvvm: list[_Named]) -> list[ir.Operation]:
+    """Those of the nvvm operations in `root` that are inline PTX to LLVM: they translate only after
+    convert-nvvm-to-llvm.
 
     Nothing lists them, but the pass knows: they are those that it makes fewer.
     """
-    nvvm = [op for op in _operations(root) if op.name.startswith("nvvm.")]
     if not nvvm:
         return []
     lowered = root.clone()
     manager = passmanager.PassManager.parse("any(convert-nvvm-to-llvm)", context=root.context)
     manager.enable_verifier(False)  # of a clone that is only counted
     manager.run(lowered)
-    before, after = (Counter(op.name for op in ops) for ops in (nvvm, _operations(lowered)))
-    return [op for op in nvvm if after[op.name] < before[op.name]]
+    before, after = (Counter(name for _, name in ops) for ops in (nvvm, _operations(lowered)))
+    return [op for op, name in nvvm if after[name] < before[name]]
 
 
 def _no_translation(op: ir.Operation, fix: str) -> str:
