@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -23,10 +23,13 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.progress import LayerBar
 from lowbit.pylib.nn.rotated import RotatedLinear
 from lowbit.pylib.weights.packed import PackedWeight
+
+AT_ONCE = 32 << 20  # codes
 
 
 def home(t: Tensor) -> torch.device:
@@ -39,11 +42,20 @@ def _home_of(module: nn.Module) -> torch.device:
     return home(next((t for t in (*module.parameters(), *module.buffers())), torch.empty(0, device="cpu")))
 
 
-def _give_back() -> None:
-    """Return memory to the system that lies between weights, where others have been unpacked: glibc keeps it, more with
-    each layer."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+@dataclass
+class Scraps:
+    """Returns memory to the system that lies between weights, where others have been unpacked: glibc keeps it, more
+    with each layer. What is returned is asked for again by the next layer, so it is done once for many."""
+
+    unpacked: int = 0
+
+    def add(self, module: nn.Module) -> None:
+        """A module has been unpacked, at a byte a code."""
+        self.unpacked += sum(m.spec.n * m.spec.k for m in module.modules() if isinstance(m, PackedModule))
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None and self.unpacked >= AT_ONCE:
+            trim(0)
+            self.unpacked = 0
 
 
 def layer_of(packed: PackedWeight, rotations: Rotations) -> LowbitLinear | RotatedLinear:
@@ -62,6 +74,7 @@ class Loader:
     act         as in `Checkpoint.load`
     device      where to load; None: where the model's own modules are
     progress    show a bar, if standard error is a terminal
+    scraps      what lies between weights
     """
 
     modules: Mapping[str, nn.Module]
@@ -70,27 +83,31 @@ class Loader:
     act: Act | None
     device: torch.device | str | None
     progress: bool = True
+    scraps: Scraps = field(default_factory=Scraps)
 
     def replacements(self) -> dict[str, nn.Module]:
         """Returns a module for each name of a layer, or of experts, that are quantized in the checkpoint, and for the
         linear layers that are tied to an embedding among them."""
         found: dict[str, nn.Module] = {}
         with LayerBar(self.progress, self.placement.count, self.device) as bar:
-            for name, modules in self._in_turn():
+            for name in self.placement.names:
                 bar.begin(name)
-                found |= modules()
-                _give_back()
+                found |= self.load(name)
                 bar.end()
         return found
 
-    def _in_turn(self) -> Iterator[tuple[str, Callable[[], Mapping[str, nn.Module]]]]:
-        """Yields the names of modules of the model, each with what loads its replacement."""
-        for here, name in self.placement.linears.items():
-            yield here, lambda here=here, name=name: {here: self._layer(name, here)}
-        for here, name in self.placement.embeddings.items():
-            yield here, lambda here=here, name=name: self._embedding(name, here)
-        for owner, places in self.placement.experts.items():
-            yield owner, lambda owner=owner, places=places: {owner: self._experts(owner, places)}
+    def load(self, here: str) -> Mapping[str, nn.Module]:
+        """Returns the module for one of these names, with the linear layers that are tied to it."""
+        linears, embeddings = self.placement.linears, self.placement.embeddings
+        found: Mapping[str, nn.Module]
+        if here in linears:
+            found = {here: self._layer(linears[here], here)}
+        elif here in embeddings:
+            found = self._embedding(embeddings[here], here)
+        else:
+            found = {here: self._experts(here, self.placement.experts[here])}
+        self.scraps.add(found[here])
+        return found
 
     def _layer(self, name: str, here: str) -> LowbitLinear | RotatedLinear:
         old = self.modules[here]

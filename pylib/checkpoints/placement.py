@@ -32,9 +32,19 @@ class Placement:
     experts: dict[str, dict[Place, str]] = field(default_factory=dict[str, "dict[Place, str]"])
 
     @property
+    def names(self) -> list[str]:
+        """The names of the modules that are replaced."""
+        return [*self.linears, *self.embeddings, *self.experts]
+
+    @property
     def count(self) -> int:
         """The number of modules that are replaced."""
-        return len(self.linears) + len(self.embeddings) + len(self.experts)
+        return len(self.names)
+
+    def layers_of(self, name: str) -> list[str]:
+        """Returns the layers of the checkpoint that one of these modules is made of."""
+        single = self.linears | self.embeddings
+        return [single[name]] if name in single else list(self.experts[name].values())
 
 
 def placed(layers: Mapping[str, str], modules: Mapping[str, nn.Module], where: str) -> Placement:

@@ -1,15 +1,20 @@
 """The operations that transformers applies to tensors of a checkpoint while it loads them.
 
-Both hand the tensors over, and leave transformers with nothing to put anywhere.
+Both take over from there, and leave transformers with nothing to put anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from lowbit.pylib.integrations.foreign import LEFT_ALONE
+
+FIRST = "lowbit_first"  # what transformers calls the tensors that it shall read of the layers of others
 
 
 class Quantize(ConversionOps):
@@ -30,19 +35,15 @@ class Quantize(ConversionOps):
 
 
 class Import(ConversionOps):
-    """Hands over the tensors of a layer as another library writes it.
+    """Says that a tensor of a layer has come which another library wrote, and where it is.
 
-    take      is given the model, the name of a layer, and its tensors; returns the keys that the model has got by them
-    targets   for each tensor of the checkpoint the key of its layer's codes in the model, and its name in the layer
+    take   is given the model, the key of the codes of the layer, and a device; returns the keys that the model has got
     """
 
     hf_quantizer = True  # tells transformers to leave the types of these tensors alone
 
-    def __init__(
-        self, take: Callable[[Any, str, dict[str, Tensor]], set[str]], targets: Mapping[str, tuple[str, str]]
-    ) -> None:
+    def __init__(self, take: Callable[[Any, str, torch.device], set[str]]) -> None:
         self.take = take
-        self.targets = targets
 
     def __deepcopy__(self, memo: object) -> Import:
         """Returns itself: transformers copies operations for every layer, and with them all that they refer to."""
@@ -56,27 +57,39 @@ class Import(ConversionOps):
         missing_keys: set[str] | None = None,
         **_: Any,
     ) -> dict[str, Tensor]:
-        found = {name: v[0] if isinstance(v, list) else v for name, v in input_dict.items()}
-        keys = self.take(model, full_layer_name.removesuffix(".codes"), found)
+        (values,) = input_dict.values()
+        (tensor,) = values if isinstance(values, list) else (values,)
+        keys = self.take(model, full_layer_name, tensor.device)
         if missing_keys is not None:
             missing_keys -= keys
         return {}
 
 
 class ImportConverter(WeightConverter):
-    """Tells transformers to collect the tensors of a layer. It knows them by their whole names: patterns of their ends,
-    as transformers' own converters have, would match dense layers too where codes are called weights."""
+    """Tells transformers which tensors to read of layers that another library wrote: the first of each. It knows them
+    by their whole names: patterns of their ends, as transformers' own converters have, would match dense layers too
+    where codes are called weights.
 
-    def __init__(self, operation: Import) -> None:
-        names = sorted({name for _, name in operation.targets.values()})
-        super().__init__(names, "codes", [operation])
+    first    the tensors that are read, each with the key of the codes of its layer
+    others   those that are not
+    """
+
+    def __init__(self, operation: Import, first: Mapping[str, str], others: Collection[str]) -> None:
+        super().__init__([FIRST], "codes", [operation])
+        self.first, self.others = first, others
+
+    def __deepcopy__(self, memo: object) -> ImportConverter:
+        """Returns another for one layer, without copying what is said of all."""
+        return ImportConverter(cast(Import, self.operations[0]), self.first, self.others)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Returns the key of the layer's codes and what the tensor is called in the layer; None for other tensors."""
-        (operation,) = cast(list[Import], self.operations)
-        target, name = operation.targets.get(source_key, (source_key, None))
-        self._was_used |= name is not None
-        return target, name
+        """Returns the key of the layer's codes for a tensor that is read, a key that no model has for one that is not,
+        and the name of another."""
+        if source_key in self.others:
+            return LEFT_ALONE, None
+        target = self.first.get(source_key)
+        self._was_used |= target is not None
+        return (source_key, None) if target is None else (target, FIRST)
 
 
 def without_imports(conversions: list[Any]) -> list[Any]:

@@ -9,40 +9,34 @@ library, too, as MLX's files do not; transformers' own answer to that is an erro
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, check_dense
-from lowbit.pylib.checkpoints.expert_places import Place
-from lowbit.pylib.checkpoints.expert_scales import ExpertScales, scales_of_experts
-from lowbit.pylib.checkpoints.layers import layer_of
+from lowbit.pylib.checkpoints.layers import Loader
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.placement import Placement, check_rotations, placed, wanted_layers
-from lowbit.pylib.checkpoints.registry import import_between, import_experts, rows_between, without_zero_bias
-from lowbit.pylib.checkpoints.transforms import Rotations
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.on_load import keep_values
-from lowbit.pylib.integrations.saved import place_empty, tie
+from lowbit.pylib.integrations.saved import low_bit_layers, place_empty, tie
 from lowbit.pylib.nn.dense_experts import LISTS, MATRICES, dense_bias, dense_weight
-from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
-from lowbit.pylib.nn.plan import naming
-from lowbit.pylib.nn.rotated import INPUTS, Rotation
-from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights.packed import PackedWeight
+
+LEFT_ALONE = "lowbit_left_alone"
+"""What tensors are called that transformers shall not read."""
 
 
 def prefer_lowbit() -> None:
@@ -78,21 +72,23 @@ def opened(files: Sequence[str] | None) -> Checkpoint:
     return Checkpoint(Path(files[0]).parent, [Path(file).name for file in files])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Foreign:
-    """The quantized layers of another library's checkpoint, while they are loaded.
+    """The quantized layers of another library's checkpoint, while transformers loads what is dense.
 
-    targets   for each of their tensors, by the name that transformers gives it, the key of the layer's codes in the
-              model, and the tensor's name in the layer. Where a layer is made of several parts, its part comes first
-    layers    what the checkpoint calls the layers and embeddings of the model
-    rotations what rotates inputs and outputs of linear layers, by the names in the model
-    experts   what is done to inputs of experts, by the names in the model
+    When transformers has read one small tensor of a module, all of the module is loaded, to where this tensor is. So
+    memory holds the tensors of one module at a time, and each way to load a model reads files by the same code.
+
+    first     these tensors, by the names that transformers gives them, each with the key of the module's codes
+    modules   the names of the modules, by these keys
+    others    all other tensors of their layers, which transformers leaves alone
+    loader    what makes the modules; None: there are none
     """
 
-    targets: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
-    layers: dict[str, str] = field(default_factory=dict[str, str])
-    rotations: dict[str, Rotations] = field(default_factory=dict[str, Rotations])
-    experts: dict[str, ExpertScales] = field(default_factory=dict[str, ExpertScales])
+    first: Mapping[str, str] = field(default_factory=dict[str, str])
+    modules: Mapping[str, str] = field(default_factory=dict[str, str])
+    others: Collection[str] = ()
+    loader: Loader | None = None
 
 
 def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
@@ -106,42 +102,27 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Foreign:
     check_rotations(checkpoint, names, modules, placement)
     if placement.embeddings:
         tie(model)
-    with naming(folder):
-        scales = {o: scales_of_experts(checkpoint, places, modules[o]) for o, places in placement.experts.items()}
-    sizes = _sizes(placement, modules)
-    place_empty(model, placement, sizes)
-    single = placement.linears | placement.embeddings
-    parts = {layer: (f"{here}.codes", "") for here, layer in single.items()}
-    for places in placement.experts.values():
-        parts |= {layer: _target(place) for place, layer in places.items()}
-    shorts = {layer: checkpoint.names_of(layer).items() for layer in parts}
-    targets = {
-        names.renamed(full): (target, part + short)
-        for layer, (target, part) in parts.items()
-        for short, full in shorts[layer]
-    }
-    return Foreign(targets, single, _rotations(model, checkpoint, placement, sizes), scales)
+    place_empty(model, placement, _sizes(placement, modules))
+    _ask_for_codes_alone(model)
+    keys = {name: f"{name}.codes" for name in placement.names}
+    keys |= {name: f"{name}.{LISTS[MATRICES[0]]}.0.codes" for name in placement.experts}
+    first, others = dict[str, str](), {names.renamed(tensor) for tensor in checkpoint.rotations}
+    for name, key in keys.items():
+        layers = placement.layers_of(name)
+        tensors = [tensor for layer in layers for tensor in checkpoint.names_of(layer).values()]
+        first[names.renamed(min(tensors, key=lambda t: math.prod(checkpoint.tensors.shape(t))))] = key
+        others |= {names.renamed(tensor) for tensor in tensors}
+    ignored = cast(Any, model)._keys_to_ignore_on_load_unexpected or ()
+    cast(Any, model)._keys_to_ignore_on_load_unexpected = {*ignored, LEFT_ALONE}
+    loader = Loader(modules, placement, checkpoint, act_of_model(model), None, progress=False)
+    return Foreign(first, {key: name for name, key in keys.items()}, others - first.keys(), loader)
 
 
-def _rotations(
-    model: Any, checkpoint: Checkpoint, placement: Placement, sizes: Mapping[str, MatmulSpec]
-) -> dict[str, Rotations]:
-    """Returns the rotations of linear layers, read here: several share a tensor, which transformers shall leave out."""
-    if not (checkpoint.rotations or checkpoint.transforms):
-        return {}
-    names, ignored = Names(model), model._keys_to_ignore_on_load_unexpected or ()
-    read = (re.escape(names.renamed(name)) + "$" for name in checkpoint.rotations)
-    model._keys_to_ignore_on_load_unexpected = {*ignored, *read}
-    return {
-        here: checkpoint.rotations_of(layer, sizes[layer].n, sizes[layer].k)
-        for here, layer in placement.linears.items()
-    }
-
-
-def _target(place: Place) -> tuple[str, str]:
-    """Returns the key of an expert's codes, of the first for a stack of all, and what part of its matrix a layer is."""
-    part = "" if place.expert is None else f"{place.part}."
-    return f"{place.owner}.{LISTS[place.matrix]}.{place.expert or 0}.codes", part
+def _ask_for_codes_alone(model: nn.Module) -> None:
+    """Let placeholders have codes alone in a state dictionary: transformers would take tensors of the files that are
+    called as other buffers are for these."""
+    for _, module in low_bit_layers(model):
+        module._non_persistent_buffers_set |= module._buffers.keys() - {"codes"}
 
 
 def _sizes(placement: Placement, modules: Mapping[str, nn.Module]) -> dict[str, MatmulSpec]:
@@ -163,95 +144,33 @@ def _sizes(placement: Placement, modules: Mapping[str, nn.Module]) -> dict[str, 
 # -- loading
 
 
-@dataclass(frozen=True)
-class Importer:
-    """Puts layers of another library's checkpoint into a model.
+def load_into(model: nn.Module, foreign: Foreign, key: str, device: torch.device) -> set[str]:
+    """Put a layer, an embedding, or all experts of a layer into a model, in place of a placeholder; returns the keys
+    that the model has got by it.
 
-    source      the quantization_config
-    act         type of the inputs
-    rotations   those of `Foreign`
-    experts     likewise
+    key   one of `Foreign.modules`
     """
-
-    model: nn.Module
-    source: Mapping[str, Any]
-    act: Act
-    rotations: Mapping[str, Rotations] = field(default_factory=dict[str, Rotations])
-    experts: Mapping[str, ExpertScales] = field(default_factory=dict[str, ExpertScales])
-
-    def take(self, name: str, layer: str, tensors: dict[str, Tensor]) -> set[str]:
-        """Put a layer, an embedding, or a matrix of one expert or of all into the model; returns the keys that the
-        model has got by it.
-
-        name    in the model
-        layer   what the checkpoint calls it
-        """
-        parent, _, leaf = name.rpartition(".")
-        if isinstance(self.model.get_submodule(parent.rpartition(".")[0]), LowbitExperts):
-            return self._experts(parent, leaf, tensors)
-        empty = cast(LowbitLinear | LowbitEmbedding, self.model.get_submodule(name))
-        size = empty.spec.n, empty.spec.k
-        return self._put(name, import_between(self.source, tensors, self.act, size, layer))
-
-    def _experts(self, parent: str, leaf: str, tensors: dict[str, Tensor]) -> set[str]:
-        if parts := _parts(tensors):
-            owner, _, matrix = parent.rpartition(".")
-            scales = self.experts.get(owner, ExpertScales())
-            factors = scales.rows.get(int(leaf)) if matrix == LISTS[MATRICES[0]] else None
-            packed = rows_between(self.source, parts, self.act, factors)
-            self._turn_inputs(owner, [scaling.to(packed.device) for scaling in scales.inputs])
-            return self._put(f"{parent}.{leaf}", packed)
-        each, count = import_experts(self.source, tensors, self.act), len(self.model.get_submodule(parent))  # type: ignore[arg-type]
-        if len(each) != count:
-            raise CheckpointError(f"the checkpoint has {len(each)} experts, and the model {count}")
-        return {key for i, packed in enumerate(each) for key in self._put(f"{parent}.{i}", packed)}
-
-    def _turn_inputs(self, owner: str, inputs: Sequence[Rotation]) -> None:
-        """Let experts scale tokens, once."""
-        experts = cast(LowbitExperts, self.model.get_submodule(owner))
-        if inputs and INPUTS not in experts._modules:
-            experts.turn_inputs(inputs)
-            for scaling in inputs:
-                keep_values(scaling)
-
-    def _put(self, name: str, packed: PackedWeight) -> set[str]:
-        empty = cast(LowbitLinear | LowbitEmbedding, self.model.get_submodule(name))
-        packed = packed if empty.spec.bias else without_zero_bias(packed)
-        _check_fits(empty.spec, packed)
-        keys = {f"{name}.{key}" for key in empty.state_dict()}
-        layers: Mapping[str, nn.Module]
-        if isinstance(empty, LowbitEmbedding):
-            table = LowbitEmbedding.from_packed(packed).in_place_of(empty)
-            layers = with_tied([name], table, tied_linears(self.model.named_modules(), empty))
-        else:
-            types = TORCH[packed.spec.act], TORCH[packed.spec.out_dtype]
-            rotations = self.rotations.get(name, Rotations()).to(packed.device, *types)
-            layers = {name: layer_of(packed, rotations).train(empty.training)}
-        for module in layers[name].modules():
-            keep_values(module)
-        for here, layer in layers.items():
-            self.model.set_submodule(here, layer)
-        return keys
+    name, loader = foreign.modules[key], cast(Loader, foreign.loader)
+    keys = {f"{name}.{key}" for key in model.get_submodule(name).state_dict()}
+    for here, module in replace(loader, device=device).load(name).items():
+        _fill(model, here, module)
+        for part in model.get_submodule(here).modules():
+            keep_values(part)
+    return keys
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Returns the tensors of each part of an expert's matrix; nothing for a matrix of all experts."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        part, _, short = name.partition(".")
-        if part.isdecimal():
-            found.setdefault(part, {})[short] = tensor
-    return [found[part] for part in sorted(found)]
-
-
-def _check_fits(wanted: MatmulSpec, packed: PackedWeight) -> None:
-    """Raise CheckpointError for a weight of another size than the model's."""
-    spec, biases = packed.spec, {True: "a bias", False: "no bias"}
-    if (spec.n, spec.k, spec.bias) != (wanted.n, wanted.k, wanted.bias):
-        raise CheckpointError(
-            f"it is {spec.n} x {spec.k} with {biases[spec.bias]} in the checkpoint, "
-            f"but {wanted.n} x {wanted.k} with {biases[wanted.bias]} in the model"
-        )
+def _fill(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Give what a placeholder stands for to a model. Linear layers and experts stay the modules that they are:
+    transformers has wrapped what they do where it splits a model over several devices."""
+    empty = model.get_submodule(name)
+    if isinstance(empty, LowbitExperts) and isinstance(module, LowbitExperts):
+        for old, new in zip((*empty.gate_up, *empty.down), (*module.gate_up, *module.down)):
+            cast(LowbitLinear, old).hold(cast(LowbitLinear, new).packed)
+        empty.turn_inputs(module.inputs)
+    elif isinstance(empty, LowbitLinear) and isinstance(module, LowbitLinear):
+        empty.hold(module.packed)
+    else:
+        model.set_submodule(name, module)
 
 
 def act_of_model(model: Any) -> Act:

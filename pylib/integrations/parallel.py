@@ -18,7 +18,9 @@ from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.rotated import RotatedLinear
 
+KINDS = LowbitLinear | RotatedLinear | LowbitEmbedding | TiedLinear | LowbitExperts
 _OF_EXPERTS = {"moe_tp_experts": LowbitExperts.split_, "ep_dispatch_experts": LowbitExperts.keep_}
 """What the styles of transformers make of low-bit experts."""
 
@@ -37,9 +39,11 @@ def split(model: Any) -> None:
         if isinstance(module, FusedModule):
             raise SpecError(f"{name}: fused layers can't be split over devices; load a model that was not fused")
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is None or not isinstance(module, LowbitLinear | LowbitEmbedding | TiedLinear | LowbitExperts):
+        if style is None or not isinstance(module, KINDS):
             continue
         with naming(name):
+            if isinstance(module, RotatedLinear):
+                raise SpecError("a layer that is rotated at each call can't be split over devices; load it on one")
             if isinstance(module, LowbitEmbedding | TiedLinear):
                 raise SpecError("low-bit embeddings can't be split over devices; load with embeddings=False")
             if isinstance(module, LowbitLinear):

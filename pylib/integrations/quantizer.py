@@ -34,9 +34,8 @@ from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.dequantize import dequantize_model
 from lowbit.pylib.integrations.foreign import (
     Foreign,
-    Importer,
-    act_of_model,
     forget_parts,
+    load_into,
     opened,
     place_foreign,
     prefer_lowbit,
@@ -262,18 +261,15 @@ class LowbitQuantizer(HfQuantizer):
         from lowbit.pylib.integrations.conversion import Import, ImportConverter
 
         own = super().update_weight_conversions(weight_conversions, *model)
-        targets = self.foreign.targets
-        return [ImportConverter(Import(self._import, targets)), *own] if targets else own
+        if not self.foreign.first:
+            return own
+        return [ImportConverter(Import(self._import), self.foreign.first, self.foreign.others), *own]
 
-    def _import(self, model: Any, name: str, tensors: dict[str, Tensor]) -> set[str]:
-        """Take a layer of another library's checkpoint; returns the keys that the model has got by it."""
+    def _import(self, model: Any, key: str, device: torch.device) -> set[str]:
+        """Load a layer of another library's checkpoint; returns the keys that the model has got by it."""
         try:
             if self.error is None:
-                source = cast(Checkpoint, self.checkpoint).quantization_config
-                with naming(name):
-                    layer = self.foreign.layers.get(name, name)
-                    turns = self.foreign.rotations, self.foreign.experts
-                    return Importer(model, source, act_of_model(model), *turns).take(name, layer, tensors)
+                return load_into(model, self.foreign, key, device)
         except LowbitError as error:
             self.error = error
         return set()
@@ -293,7 +289,7 @@ class LowbitQuantizer(HfQuantizer):
                 if one.name and (asked := self.asked.get(f"{one.module}.{one.parts[0]}".lstrip(".")))
             }
         self.targets.clear()
-        if self.foreign.targets:
+        if self.foreign.first:
             _keep_as_imported(model)
             forget_parts(cast(Any, model).config)
         self.checkpoint, self.foreign = None, Foreign()

@@ -102,6 +102,11 @@ class LowbitExperts(NoDense):
         if inputs:
             self.add_module(INPUTS, nn.Sequential(*inputs))
 
+    @property
+    def inputs(self) -> Sequence[Rotation]:
+        """What multiplies tokens before they meet experts."""
+        return cast(Sequence[Rotation], self._modules.get(INPUTS) or ())
+
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
     ) -> Tensor:

@@ -8,6 +8,7 @@ among the processes where the folder's name says so.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -24,8 +25,9 @@ TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0)
 
 def load(folder: Path, **arguments: object) -> torch.nn.Module:
     """Returns the model of a folder, quantized while it is loaded if it is dense."""
-    dense = "quantization_config" not in (folder / "config.json").read_text()
-    given = {"quantization_config": CONFIG} if dense else {}
+    about = json.loads((folder / "config.json").read_text()).get("quantization_config", {"quant_method": None})
+    configs = {None: CONFIG, "gptq": lowbit.LowbitConfig(from_checkpoint=True)}
+    given = {"quantization_config": config} if (config := configs.get(about["quant_method"])) else {}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **given, **arguments)
 
 

@@ -3,8 +3,10 @@ logits of one with all of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,6 +46,22 @@ def configs() -> dict[str, Any]:
     }
 
 
+def write_gptq(dense: Path, folder: Path) -> None:
+    """Writes a checkpoint of random codes as GPTQ has them, with all else as a dense one has it."""
+    shutil.copytree(dense, folder)
+    tensors = load_file(folder / "model.safetensors")
+    layers = [name for name, t in tensors.items() if t.ndim == 2 and ".layers." in name and "mlp.gate.w" not in name]
+    for name in layers:
+        (n, k), layer = tensors.pop(name).shape, name.removesuffix(".weight")
+        tensors[f"{layer}.qweight"] = torch.randint(-(2**31), 2**31 - 1, (k // 8, n), dtype=torch.int32)
+        tensors[f"{layer}.qzeros"] = torch.full((k // 32, n // 8), 0x77777777, dtype=torch.int32)
+        tensors[f"{layer}.scales"] = torch.rand(k // 32, n).half() / 50
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def started(rank: int, folders: Sequence[Path], port: int, root: Path, processes: int = 2) -> subprocess.Popen[str]:
     """Starts one of the processes."""
     places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
@@ -63,8 +82,8 @@ def run(folders: Sequence[Path], root: Path) -> None:
 
 @torch.no_grad()
 def compare(tmp_path: Path, root: Path, device: str) -> None:
-    """Both ways to load: a dense checkpoint that is quantized, and a low-bit one."""
-    expected, folders = {}, []
+    """All ways to load: a dense checkpoint that is quantized, a low-bit one, and that of another library."""
+    expected: dict[Path, Any] = {}
     for name, config in configs().items():
         torch.manual_seed(0)
         dense, packed = tmp_path / name, tmp_path / f"{name}-u4"
@@ -75,9 +94,13 @@ def compare(tmp_path: Path, root: Path, device: str) -> None:
         model.save_pretrained(dense)
         model = load(dense, device_map=device)
         model.save_pretrained(packed)
-        folders += [dense, packed]
         for folder in (dense, packed):
             expected[folder] = model(TOKENS.to(device)).logits.float().cpu(), model
+        if name != "gpt-oss-shared-out":  # whose experts are one tensor
+            write_gptq(dense, gptq := tmp_path / f"{name}-gptq")
+            model = load(gptq, device_map=device)
+            expected[gptq] = model(TOKENS.to(device)).logits.float().cpu(), model
+    folders = list(expected)
     run(folders, root)
     for folder, (logits, model) in expected.items():
         found = torch.load(folder / "logits.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_imported_without_loss_and_saved_as_our_own(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mlp_bias": False}, f"{MODULE}: it is 32 x 128 with a bias in the checkpoint, but 32 x 128 with no bias"),
+        ({"mlp_bias": False}, f"{MODULE} is 32 x 128 with a bias, but 32 x 128 with no bias in the model"),
         ({"num_hidden_layers": 0}, f"{MODULE} is quantized, but the model has no such layer"),
     ],
 )
@@ -409,3 +410,22 @@ def test_dense_layers_that_are_to_be_rotated(tmp_path: Path) -> None:
     path = rotated_llama("rotated-random", tmp_path)
     with pytest.raises(CheckpointError, match="is a Linear that is not quantized, and the transform_config"):
         loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+
+
+def test_transformers_reads_one_tensor_of_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others are read by lowbit, a layer at a time, and not by threads that are ahead of it."""
+    from transformers import core_model_loading
+
+    path, read = llama("gptq-4-act-order", tmp_path), list[tuple[int, ...]]()
+    materialize = core_model_loading.spawn_materialize
+
+    def spy(pool: Any, tensor: Any, *rest: Any, **more: Any) -> Any:
+        read.append(tuple(tensor.get_shape()))
+        return materialize(pool, tensor, *rest, **more)
+
+    monkeypatch.setattr(core_model_loading, "spawn_materialize", spy)
+    loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    shapes = {name: tuple(t.shape) for name, t in load_file(path / "model.safetensors").items()}
+    dense = [shape for name, shape in shapes.items() if MODULE not in name]
+    smallest = min((shape for name, shape in shapes.items() if MODULE in name), key=math.prod)
+    assert sorted(read) == sorted([*dense, smallest])
