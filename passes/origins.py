@@ -49,10 +49,10 @@ class Origins:
     assembly: str = ""
 
     def number(self, module: ir.Module) -> None:
-        """Numbers a module's operations in the order in which they are printed; with it their locations begin."""
+        """Numbers a module's operations in the order in which they are printed; the numbers are their locations."""
         for op in _operations(module):
             self.python.append(user_line(op.location, self.helpers))
-            op.location = ir.Location.fused([ir.Location.file(FILE, len(self.python), 0), op.location])
+            op.location = ir.Location.file(FILE, len(self.python), 0)
 
     def recorded(self, stage: str, module: ir.Module) -> str:
         """Returns `print_module`'s text, and notes where its lines came from."""
@@ -96,7 +96,7 @@ class Origins:
 
 
 def number_of(location: Any) -> int | None:
-    """Returns the number that a location begins with."""
+    """Returns the first number in a location: of operations that were fused, that of the first one."""
     found = _NUMBER.search(str(location))
     return int(found[1]) if found else None
 

@@ -102,5 +102,6 @@ def _users_frames() -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
+@lru_cache(maxsize=None)
 def _is_users(path: str) -> bool:
     return Path(path).parent not in _BETWEEN and path != contextlib.__file__

@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from lowbit.dialect.errors import TargetError
 from lowbit.passes.codegen.cubin import wheel_files
 
 WHEEL = "nvidia-cuda-nvdisasm"
+_OPTIONS = ("-c", "-g", "-hex", "-ndf")  # no data flow analysis: the branch stack, which it is for, ended with Volta
 _FIRST = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/")
 _SECOND = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/")
 _LABEL = re.compile(r"^(\.L_\w+):")
@@ -47,17 +49,7 @@ class Control:
     @staticmethod
     def of(encoding: int) -> Control:
         """Reads the control code of an instruction's 128 bits."""
-
-        def field(at: int, bits: int) -> int:
-            return encoding >> at & (1 << bits) - 1
-
-        def barrier(at: int) -> int | None:
-            return None if field(at, 3) == _NO_BARRIER else field(at, 3)
-
-        def members(at: int, bits: int) -> tuple[int, ...]:
-            return tuple(i for i in range(bits) if field(at, bits) >> i & 1)
-
-        return Control(field(105, 4), not field(109, 1), barrier(110), barrier(113), members(116, 6), members(122, 4))
+        return _control(encoding >> 105 & (1 << 21) - 1)
 
     @property
     def words(self) -> str:
@@ -76,6 +68,20 @@ class Control:
         waits = "".join(str(i) if i in self.waits else "-" for i in range(6))
         read, write = ("-" if barrier is None else barrier for barrier in (self.read, self.write))
         return f"B{waits}:R{read}:W{write}:{'Y' if self.yields else '-'}:S{self.stall:02}"
+
+
+@lru_cache(maxsize=4096)
+def _control(code: int) -> Control:
+    def field(at: int, bits: int) -> int:
+        return code >> at & (1 << bits) - 1
+
+    def barrier(at: int) -> int | None:
+        return None if field(at, 3) == _NO_BARRIER else field(at, 3)
+
+    def members(at: int, bits: int) -> tuple[int, ...]:
+        return tuple(i for i in range(bits) if field(at, bits) >> i & 1)
+
+    return Control(field(0, 4), not field(4, 1), barrier(5), barrier(8), members(11, 6), members(17, 4))
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def disassemble(cubin: bytes) -> list[Sass]:
     with tempfile.TemporaryDirectory(prefix="lowbit-") as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        done = subprocess.run([program, "-c", "-g", "-hex", str(file)], capture_output=True, text=True, check=False)
+        done = subprocess.run([program, *_OPTIONS, str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise TargetError(f"{program} does not read the cubin ({done.stderr.strip()}); install a newer {WHEEL}")
     return _instructions(done.stdout)

@@ -15,6 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from lowbit.pylib.emulator.machine.step_results import WARP, Mask, Outcome, Step
 from lowbit.pylib.emulator.text.ptx import Kernel
 
 BANKS, BANK_BYTES = 32, 4
+_LINE = BANKS * BANK_BYTES
 
 
 class Event(NamedTuple):
@@ -159,7 +161,7 @@ class Watch:
             launch.blocks.append(self._index)
             self._number = len(launch.blocks) - 1
         live = ~block.exited if mask is None else mask
-        self._warps = tuple(np.flatnonzero(live.reshape(-1, WARP).any(axis=1)).tolist())
+        self._warps = _warps_of(live.tobytes())
         self._instruction = number
         launch.last = Event(observer.time, self._number, number, self._warps)
         if observer.events is None or observer.time < observer.events:
@@ -171,8 +173,9 @@ class Watch:
     def access(self, lanes: Array, offset: Array, size: int) -> None:
         """Threads touch `size` bytes each, at these offsets of shared memory."""
         access = self._launch.accesses.setdefault(self._instruction, Access())
-        for warp in np.unique(lanes // WARP).tolist():
-            of_warp = offset[lanes // WARP == warp]
+        ends = [*(np.flatnonzero(np.diff(lanes // WARP)) + 1).tolist(), len(lanes)]
+        for begin, end in zip([0, *ends], ends):
+            of_warp = offset[begin:end]
             passes, least = wavefronts(of_warp, size)
             if not access.requests:
                 access.first = of_warp.tolist(), size
@@ -205,13 +208,26 @@ class Watch:
                 copies[flying[0]] = copies[flying[0]]._replace(end=self._observer.time)
 
 
+@lru_cache(maxsize=1024)
+def _warps_of(threads: bytes) -> tuple[int, ...]:
+    """The warps that have some of these threads, given as a mask."""
+    return tuple(np.flatnonzero(np.frombuffer(threads, np.bool_).reshape(-1, WARP).any(axis=1)).tolist())
+
+
 def wavefronts(offset: Array, size: int) -> tuple[int, int]:
     """How many turns a warp's access of `size` bytes a thread takes, and how many it would take without conflicts.
 
     A turn serves as many threads as have 128 bytes together; it is repeated for every word that a bank has to give
     beyond its first. Threads that touch the same word share it.
     """
-    together = max(1, BANKS * BANK_BYTES // max(size, BANK_BYTES))
+    begin = offset.min() // _LINE * _LINE  # from line to line the banks are the same
+    return _wavefronts((offset - begin).tobytes(), size)
+
+
+@lru_cache(maxsize=4096)
+def _wavefronts(offsets: bytes, size: int) -> tuple[int, int]:
+    offset = np.frombuffer(offsets, np.int64)
+    together = max(1, _LINE // max(size, BANK_BYTES))
     passes = least = 0
     for first in range(0, len(offset), together):
         words = np.unique(offset[first : first + together, None] // BANK_BYTES + np.arange(max(1, size // BANK_BYTES)))

@@ -15,7 +15,9 @@ from lowbit.dialect.epilogue import RESIDUAL
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.signature import WORKSPACE
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.top_k import IDS, ROUTER_WEIGHTS
+from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import IN_EIGHT_BITS, KernelRequest, KernelSchedule
 from lowbit.passes.kernels.registry import family_named
 from lowbit.passes.launch import Launch
@@ -63,14 +65,20 @@ def first_cluster(run: Callable[[], object], sm_count: int | None = None) -> obs
 
 
 def arguments(request: KernelRequest, launch: Launch, m: int) -> dict[str, Any]:
-    """Random arguments of a kernel for m rows, by name; of experts m is the number of slots, or of rows of y."""
+    """Arguments of a kernel for m rows, by name; of experts m is the number of slots, or of rows of y. They are random
+    but for codes, which are all 0: no kernel does one thing or another by them, and there are up to gigabytes."""
     spec = request.spec
-    tensors = {slot.name: random_tensor(spec, slot, "cpu") for slot in spec.tensors}
+    tensors = {slot.name: _tensor(spec, slot) for slot in spec.tensors}
     tensors |= _given(request, m) | _written(request, m)
     named: dict[str, Any] = {p.name: memory_of(tensors[p.name]) for p in launch.arguments if p.name in tensors}
     if launch.boxes:
         named |= maps_of_x(memory_of(tensors["x"]), spec, m, launch.boxes)
     return named | {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
+
+
+def _tensor(spec: MatmulSpec, slot: TensorSlot) -> Tensor:
+    """A tensor of the packed weight."""
+    return torch.zeros(slot.shape, dtype=torch.int32) if slot.role == "codes" else random_tensor(spec, slot, "cpu")
 
 
 def _given(request: KernelRequest, m: int) -> dict[str, Tensor]:

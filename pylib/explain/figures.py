@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 HUES = 12
 """Colours that cells have."""
 _SIZE, _LEFT, _TOP = 22, 74, 20
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One cell of a grid: its text, what it is in words, and the number of its colour; -1: none."""
 
     text: str
@@ -69,8 +69,7 @@ def _svg(title: str, width: int, height: int, parts: list[str]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A bar from one place to another, what it is in words, the number of its colour, and a text on it."""
 
     begin: float

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +63,19 @@ TITLES = {
 }
 
 
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Within it nobody looks for cycles: a page is made of a million small objects, which live until it is written."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def explain_matmul(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, m: int) -> Page:
     """The page of the first kernel that serves m rows; of several experts, m slots.
 
@@ -75,6 +90,7 @@ def explain_matmul(spec: MatmulSpec, target: Target, schedule: KernelSchedule | 
     return explain_kernel(first, m, measure(spec, target, schedule, m), of_call)
 
 
+@_uncollected()
 def explain_experts(spec: MatmulSpec, top_k: int, tokens: int = 1, target: str | None = None) -> Page:
     """Returns the page of the kernel by which a layer multiplies so many tokens by `top_k` experts of each.
 
@@ -110,6 +126,7 @@ def _by_ids(spec: MatmulSpec, top_k: int, tokens: int, target: Target) -> Matmul
         return None
 
 
+@_uncollected()
 def explain_kernel(request: KernelRequest, m: int, measured: Measured = UNTIMED, about: str = "") -> Page:
     """Returns the page of a kernel of any family for m rows; of experts m slots, or rows of y where it reads ids.
 
@@ -134,6 +151,7 @@ def explain_kernel(request: KernelRequest, m: int, measured: Measured = UNTIMED,
         return _page(title, about, compiled, code, seen, figures, weights_of_cluster(request, seen))
 
 
+@_uncollected()
 def explain_program(program: Buildable, target: str | None = None, **arguments: Any) -> Page:
     """Returns the page of a tile program of one's own, as `Matmul.explain` gives that of a matmul.
 

@@ -89,31 +89,38 @@ _NAMES = {
 _ONE_OF = {"codes": "code"}
 
 
-def words_in_memory(spec: MatmulSpec, tensor: str, part: Any = ...) -> list[list[Bit | None]]:
+def words_in_memory(
+    spec: MatmulSpec, tensor: str, part: Any = ..., most: int | None = None
+) -> tuple[list[list[Bit | None]], int]:
     """Returns what the bits of a tensor in memory, or of a part of it, are: in words of 32, the lowest bit first; None
-    for padding."""
+    for padding. Of these words the first `most`, and how many there are."""
     found: dict[int, Bit] = {}
-    size = 0
+    count = 0
     for slot in spec.given_tensors:
         if slot.tensor == tensor:
             owner, number = (bits[part].ravel() for bits in _owners(spec, slot))
-            size = len(owner)
-            for where in owner.nonzero()[0].tolist():
-                at = np.unravel_index(owner[where] - 1, slot.given)
-                found[where] = Bit(slot, tuple(map(int, at)), int(number[where]))
-    return [[found.get(first + bit) for bit in range(WORD)] for first in range(0, size, WORD)]
+            count = len(owner) // WORD
+            where = owner[: WORD * most if most else None].nonzero()[0]
+            places = zip(*(each.tolist() for each in np.unravel_index(owner[where] - 1, slot.given)))
+            found |= {bit: Bit(slot, at, of) for bit, at, of in zip(where.tolist(), places, number[where].tolist())}
+    shown = min(most or count, count)
+    return [[found.get(WORD * word + bit) for bit in range(WORD)] for word in range(shown)], count
 
 
 def _owners(spec: MatmulSpec, slot: TensorSlot) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns of each bit in memory whose it is, counted from 1 (0: nobody's), and which of its bits: packed are
-    numbers whose bit is a digit of where they stand."""
-    count = math.prod(slot.given)
+    numbers that have all bits, or none, by a digit of where they stand; and numbers that have the bits with a digit."""
+    count, width = math.prod(slot.given), _width(spec, slot)
     place = torch.arange(1, count + 1).view(slot.given)
     owner = number = np.zeros((), np.int64)
-    for bit in range(_width(spec, slot)):
-        digits = [_lit(spec, slot, (place >> digit & 1) << bit) << digit for digit in range(count.bit_length())]
-        here = np.sum(digits, axis=0)
-        owner, number = owner + here, number + bit * (here > 0)
+    together = [range(width)] if slot.role == "codes" else [range(0, width, 2), range(1, width, 2)]  # all: NaN
+    for bits in together:
+        every = sum(1 << bit for bit in bits)
+        for digit in range(count.bit_length()):
+            owner = owner + (_lit(spec, slot, (place >> digit & 1) * every) << digit)
+        for digit in range(width.bit_length()):
+            some = sum(1 << bit for bit in bits if bit >> digit & 1)
+            number = number + (_lit(spec, slot, torch.full_like(place, some)) << digit)
     return owner, number
 
 
@@ -152,7 +159,7 @@ def _as_bits(memory: Tensor) -> NDArray[np.int64]:
 
 def words_of_lane(spec: MatmulSpec, lane: int = 0) -> Grid:
     """The words that a lane has of the first chunk of a row block, bit by bit, the highest first."""
-    words = words_in_memory(spec, "codes", np.s_[0, 0, :, lane])
+    words, _ = words_in_memory(spec, "codes", np.s_[0, 0, :, lane])
     about = (
         f"The {len(words)} words of 32 bits that lane {lane} of a warp has of {spec.packing.chunk} columns of a block "
         f"of 16 rows: word w is word w % {WORDS_PER_UNIT} of the lane in unit w // {WORDS_PER_UNIT}, and a unit is 512 "
@@ -176,14 +183,14 @@ def _of_code(bit: Bit | None) -> Cell:
 
 def words_of(spec: MatmulSpec, slot: TensorSlot, most: int = MOST_WORDS) -> Grid:
     """The first words of another tensor, bit by bit, the highest first."""
-    words = words_in_memory(spec, slot.name)
+    words, count = words_in_memory(spec, slot.name, most=most)
     shared = [each.name for each in spec.given_tensors if each.tensor == slot.name]
-    which = f"the first {most} of {len(words)}" if len(words) > most else f"all {len(words)}"
+    which = f"the first {most} of {count}" if count > most else f"all {count}"
     about = (
         f"{which.capitalize()} words of {' and '.join(shared)} for {spec.n} rows and {spec.k} columns. A cell is a "
         "bit, and has the row of its number, or the block of groups where 16 rows share one; hover says the rest."
     )
-    return _grid(f"Bits of {slot.name}", about, dict(enumerate(words[:most])), partial(_of_number, shared))
+    return _grid(f"Bits of {slot.name}", about, dict(enumerate(words)), partial(_of_number, shared))
 
 
 def _of_number(shared: list[str], bit: Bit | None) -> Cell:

@@ -7,10 +7,10 @@ import linecache
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pygments.lexers.python import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, String, Token
@@ -21,51 +21,41 @@ from lowbit.passes.origins import Lines, Origins, Place
 _AROUND = 2  # lines of Python around those that made an operation
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a stage.
 
-    html     its text, with colours
+    html     its text, of Python with colours; the page colours all else
     origins  the numbers of the operations that it belongs to
     number   in its file
-    note     beside it: how many warp instructions ran, or a control code, and what that says
+    note     beside it: how many warp instructions ran, or a control code
     """
 
     html: str
     origins: tuple[int, ...] = ()
     number: int = 0
     note: str = ""
-    title: str = ""
 
 
 @dataclass(frozen=True)
 class Pane:
-    """A stage: its name, a title, and its lines, or why there are none."""
+    """A stage: its name, a title, and its lines, or why there are none; what the notes beside them are, and what each
+    says where they are codes."""
 
     name: str
     title: str
     lines: tuple[Line, ...] = ()
     absent: str = ""
     notes: str = ""
+    words: dict[str, str] = field(default_factory=dict[str, str])
 
 
-_IR = re.compile(
-    r"(?P<c>//.*|^;.*)"
-    r'|(?P<s>"[^"\n]*")'
-    r"|(?P<v>[%@!$#^][\w.$-]+)"
-    r"|(?P<m>\b(?:0x[0-9a-fA-F]+|0[fd][0-9A-F]{8,}|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\b)"
-    r"|(?P<k>[A-Za-z_]\w*(?:\.\w+)+)",
-    re.MULTILINE,
-)
-"""What is worth a colour in MLIR, LLVM IR, PTX, SASS and a CPU's assembly: pygments takes ten times as long."""
 _DEFINITION = re.compile(r"\s*(?:def|class)\b")
 _PYTHON = {Comment: "c", Keyword: "k", Number: "m", String: "s", Name.Function: "v", Name.Class: "v"}
 
 
-def coloured(text: str) -> list[str]:
+def _lines(text: str) -> list[str]:
     """The lines of a text of IR or assembly as HTML."""
-    html = _IR.sub(lambda found: f"<i class={found.lastgroup}>{found[0]}</i>", escape(text, quote=False))
-    return html.removesuffix("\n").split("\n")
+    return escape(text, quote=False).removesuffix("\n").split("\n")
 
 
 def coloured_python(text: str) -> list[str]:
@@ -92,7 +82,7 @@ def _class_of(kind: Any) -> str:
 def stage_pane(name: str, title: str, text: str, numbers: Lines) -> Pane:
     """A stage whose lines have an operation each."""
     origins = (() if number is None else (number,) for number in numbers)
-    lines = (Line(html, of, at) for at, (html, of) in enumerate(zip(coloured(text), origins), 1))
+    lines = (Line(html, of, at) for at, (html, of) in enumerate(zip(_lines(text), origins), 1))
     return Pane(name, title, tuple(lines))
 
 
@@ -102,7 +92,7 @@ def pane_above(name: str, title: str, text: str, places: Sequence[Place | None],
     by_place = _by_place(origins)
     every = tuple(range(1, len(origins.python) + 1))
     lines: list[Line] = []
-    for at, (html, line) in enumerate(zip(coloured(text), text.split("\n")), 1):
+    for at, (html, line) in enumerate(zip(_lines(text), text.split("\n")), 1):
         place = places[at - 1] if places else None
         whole = not any(places) and "= lowbit." in line
         lines.append(Line(html, tuple(by_place.get(place, ())) if place else every if whole else (), at))
@@ -139,19 +129,20 @@ def _lines_of(file: str, made: dict[int, list[int]]) -> Iterable[Line]:
     if not source:
         return [Line(f"line {line}, of a file that is not here", tuple(of), line) for line, of in sorted(made.items())]
     shown = sorted({at for line in made for at in range(line - _AROUND, line + _AROUND + 1) if 1 <= at <= len(source)})
+    ends = {_definition(source, first): end for first, end in runs(shown)}  # a part may begin within a string
+    html: dict[int, str] = {}
+    for begin, end in ends.items():
+        html |= enumerate(coloured_python("\n".join(source[begin - 1 : end - 1])), begin)
     found: list[Line] = []
     for first, end in runs(shown):
         found += [Line("⋯")] * bool(found)
-        part = enumerate(_part(source, first, end), first)
-        found += [Line(html, tuple(made.get(at, ())), at) for at, html in part]
+        found += [Line(html[at], tuple(made.get(at, ())), at) for at in range(first, end)]
     return found
 
 
-def _part(source: Sequence[str], first: int, end: int) -> list[str]:
-    """The lines from number `first` to behind the last as HTML. Colours begin at the definition in front, since a part
-    may begin within a string."""
-    begin = next((at for at in range(first, 0, -1) if _DEFINITION.match(source[at - 1])), 1)
-    return coloured_python("\n".join(source[begin - 1 : end - 1]))[first - begin : end - begin]
+def _definition(source: Sequence[str], line: int) -> int:
+    """The number of the line with the definition in front of a line, or of the first."""
+    return next((at for at in range(line, 0, -1) if _DEFINITION.match(source[at - 1])), 1)
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -168,13 +159,14 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 def sass_pane(code: Sequence[Sass], lines: Sequence[int]) -> Pane:
     """Machine code with its control codes. lines: the operation of each instruction; 0 for none."""
     found: list[Line] = []
-    texts = coloured("\n".join(each.text for each in code))
-    for each, html, line in zip(code, texts, lines):
+    controls = {each.control for each in code}
+    texts = {control: str(control) for control in controls}
+    for each, line in zip(code, lines):
         found += [Line(f"<b>{label}:</b>") for label in each.labels]
-        address = f"<i class=c>{each.offset:04x}</i> "
-        found.append(Line(address + html, (line,) if line else (), 0, str(each.control), each.control.words))
+        html = f"<i class=c>{each.offset:04x}</i> {escape(each.text, quote=False)}"
+        found.append(Line(html, (line,) if line else (), 0, texts[each.control]))
     about = "wait barriers : read barrier : write barrier : yield : stall"
-    return Pane("sass", "SASS", tuple(found), notes=about)
+    return Pane("sass", "SASS", tuple(found), notes=about, words={str(each): each.words for each in controls})
 
 
 def absent_pane(name: str, title: str, why: str) -> Pane:
@@ -187,6 +179,6 @@ def with_counts(pane: Pane, counts: Counter[int], by_line: dict[int, int] | None
 
     def noted(line: Line) -> Line:
         count = by_line.get(line.number, 0) if by_line is not None else sum(counts[origin] for origin in line.origins)
-        return replace(line, note=f"{count:,}", title=f"{count:,} warp instructions ran") if count else line
+        return line._replace(note=f"{count:,}") if count else line
 
     return replace(pane, lines=tuple(map(noted, pane.lines)), notes="warp instructions that ran")

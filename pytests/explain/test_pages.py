@@ -50,7 +50,7 @@ from lowbit.pylib.explain.packing import first_chunk_of, packing_figures, unit_o
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.pictures import browser, line_with, pictures, pipeline_picture, screenshot
 from lowbit.pylib.explain.shared import buffers, fills
-from lowbit.pylib.explain.text import coloured, coloured_python, python_pane
+from lowbit.pylib.explain.text import coloured_python, python_pane, stage_pane
 from lowbit.pylib.reference import random_inputs
 from lowbit.pylib.runtime.cpu import CpuMatmul, Loaded
 from lowbit.pylib.torch_types import TORCH
@@ -114,8 +114,9 @@ def test_a_line_is_linked_with_every_stage(page: Page) -> None:
 
 
 @pytest.mark.parametrize("text", ['%0 = "a<b>"(%x) : i32 // c & d', "\tmov.b32 \t%r1, 0f3F800000;\n\n$L__BB0_5:", ""])
-def test_colours_keep_the_text(text: str) -> None:
-    assert [text_of(line) for line in coloured(text)] == text.split("\n")
+def test_a_stage_keeps_the_text(text: str) -> None:
+    lines = stage_pane("ll", "LLVM IR", text, [None] * len(text.split("\n"))).lines
+    assert [text_of(line.html) for line in lines] == text.split("\n")
 
 
 def test_colours_of_python() -> None:
@@ -637,6 +638,7 @@ def test_weights_of_a_cluster(n: int, k: int, m: int, target: str) -> None:
     compiled = compile_kernel(wanted)
     seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
     arguments = executed.arguments(wanted, compiled.launch, m)
+    arguments["codes"].view(np.uint8).fill(0x11)
     Emulator(compiled.ptx).run(compiled.launch, arguments, blocks=[(0, 0, 0)])
     written = np.frombuffer(arguments["y"], np.float16).reshape(m, n)[0] != 0
     assert executed.weights_of_cluster(wanted, seen) == -(-written.sum() // 16) * 16 * k
@@ -788,6 +790,11 @@ def test_rows_that_are_none(m: object) -> None:
 _ASKED = "panes=python,lowbit,tile,gpu,ll,ptx,sass&line=tile-3"
 _PICK = """
 <script>
+const texts = [...document.querySelectorAll("#ptx li")].map((line) =>
+  [...line.childNodes].filter((each) => each.tagName !== "U").map((each) => each.textContent).join(""));
+const colours = [...document.querySelectorAll("#ptx li i")].map((each) => [each.className, each.textContent]);
+const said = [...document.querySelectorAll("#sass u")].slice(0, 9).map((each) => [each.textContent, each.title]);
+const numbers = [...document.querySelectorAll("#python li")].map((each) => each.value);
 const linked = document.querySelector("#tile .at").id, without = document.getElementById("llvm").hidden;
 const hover = document.querySelectorAll(".grid td[title]").length;
 const store = [...document.querySelectorAll("#tile li")].find((each) => each.textContent.includes("lowbit.store"));
@@ -803,10 +810,10 @@ const button = document.querySelector("button[data-o]");
 button.click();
 const named = document.querySelectorAll("#ptx li.on").length, wanted_ = button.dataset.o;
 press("Escape");
-const grid = document.querySelector("figure.grid .scroll"), said = [];
+const grid = document.querySelector("figure.grid .scroll"), gone = [];
 for (const key of ["ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft"]) {
   grid.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
-  said.push(document.getElementById("status").textContent);
+  gone.push(document.getElementById("status").textContent);
 }
 const bar = document.querySelector("figure.bars b");
 bar.click();
@@ -819,7 +826,7 @@ const hidden = document.getElementById("gpu").hidden;
 const overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 const left = document.querySelectorAll("li.on").length;
 const found = {linked, without, hover, counts, active, left, hidden, overflow};
-Object.assign(found, {named, wanted_, said, tapped, silent, empty});
+Object.assign(found, {named, wanted_, gone, tapped, silent, empty, texts, colours, said, numbers});
 document.body.setAttribute("data-found", JSON.stringify(found));
 </script>
 """
@@ -857,8 +864,24 @@ def test_picking_a_line_in_a_browser(page: Page, browsed: tuple[str, str]) -> No
     (_, (first, second, *_)) = grid.rows[0]
     below = grid.rows[1][1][:2] if len(grid.rows) > 1 else (first, first)
     moved = [below[1], below[0]] if len(grid.rows) > 1 else [second, first]
-    assert found["said"] == [cell.title for cell in (first, second, *moved)]
+    assert found["gone"] == [cell.title for cell in (first, second, *moved)]
     assert found["tapped"] and found["silent"] == found["empty"] == 0
+
+
+def test_lines_in_a_browser(page: Page, browsed: tuple[str, str]) -> None:
+    """The page colours them, and says what the notes beside them are; of the text nothing is lost."""
+    found = json.loads(unescape(re.findall(r'data-found="([^"]*)"', browsed[0])[0]))
+    panes = {pane.name: pane for pane in page.panes}
+    assert found["texts"] == [text_of(line.html) for line in panes["ptx"].lines]
+    assert {kind for kind, _ in found["colours"]} == set("cvmks")
+    assert ["v", "%rd1"] in found["colours"] and ["k", "mov.b32"] in found["colours"]
+    if sass := panes["sass"].lines:
+        assert found["said"] == [[line.note, panes["sass"].words[line.note]] for line in sass if line.note][:9]
+    shown = [0]
+    for given in found["numbers"]:  # 0: that behind the one in front, as a browser counts
+        shown.append(given or shown[-1] + 1)
+    lines = panes["python"].lines
+    assert [line.number for line in lines if line.number] == [at for at, line in zip(shown[1:], lines) if line.number]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

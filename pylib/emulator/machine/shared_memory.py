@@ -292,9 +292,10 @@ class SharedMemory:
     def publish(self, members: Array, initialised: bool = True) -> None:
         """Copies that `members` have waited for become readable for all. `initialised`: their mbarriers, too."""
         if self._landed:
-            landed = (self.state == LANDED) & (self.copier != BULK)
-            self.state[landed & members[self.copier]] = READABLE
-            self._landed = bool((landed & ~members[self.copier]).any())
+            landed = np.flatnonzero((self.state == LANDED) & (self.copier != BULK))
+            waited = members[self.copier[landed]]
+            self.state[landed[waited]] = READABLE
+            self._landed = not waited.all()
         self._publish_all(members, initialised)
 
     def synchronize(self) -> None:

@@ -16,6 +16,34 @@ for (const list of lists) {
 }
 let marked = [];
 
+// Colours of IR, assembly and machine code; Python has its own.
+const TOKEN = new RegExp(
+  String.raw`(?<c>\/\/.*|^;.*)|(?<s>"[^"]*")|(?<v>[%@!$#^][\w.$-]+)` +
+    String.raw`|(?<m>\b(?:0x[\da-fA-F]+|0[fd][\dA-F]{8,}|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\b)|(?<k>[A-Za-z_]\w*(?:\.\w+)+)`,
+  "g",
+);
+const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
+
+function colour(line) {
+  const text = line.lastChild;
+  if (text?.nodeType !== Node.TEXT_NODE) return;
+  const html = text.data.trimEnd().replace(/[&<>]/g, (each) => ESCAPES[each]).replace(TOKEN, (token, ...found) => {
+    const [kind] = Object.entries(found.at(-1)).find(([, part]) => part !== undefined);
+    return `<i class=${kind}>${token}</i>`;
+  });
+  text.remove();
+  line.insertAdjacentHTML("beforeend", html);
+}
+
+for (const list of lists) {
+  const words = JSON.parse(list.dataset.words || "{}");
+  for (const line of list.children) {
+    if (list.parentElement.id !== "python") colour(line);
+    const note = line.querySelector("u");
+    if (note) note.title = words[note.textContent] || `${note.textContent} warp instructions ran`;
+  }
+}
+
 function origins(line) {
   return (line.dataset.o || "").split(" ").filter(Boolean);
 }
