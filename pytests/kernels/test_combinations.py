@@ -66,7 +66,7 @@ def test_case(case: Case) -> None:
     assert_right(case)
 
 
-@pytest.mark.parametrize("case", listed(OF_EXPERTS, set(OF_EXPERTS_IN_CI)))
+@pytest.mark.parametrize("case", [*listed(OF_EXPERTS, set(OF_EXPERTS_IN_CI))])
 def test_case_of_experts(case: Case) -> None:
     assert_right(case)
 
