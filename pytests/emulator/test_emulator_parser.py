@@ -199,3 +199,22 @@ def test_a_text_that_ends_too_early() -> None:
     for token in range(len(tokens.texts)):
         with suppress(EmulatorError):
             parse(LLVM[: tokens.start(token)])
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ("add.s32 %r4, %r5, %r4;", False),
+        ("add.s32 %r4, %r5, %r6;", True),
+        ("@%p1 add.s32 %r4, %r5, %r6;", False),
+        ("add.u32 %r4, %r5, %r6;", False),
+        ("add.s32 %r4, %r5, 1;", False),
+        ("add.s32 %r4, %r5, %rs1;", False),
+    ],
+)
+def test_instructions_of_one_form(other: str, same: bool) -> None:
+    """They differ in which registers they have, and not in where one comes twice. One of each form is looked at."""
+    registers = ".reg .b32 %r<9>; .reg .b16 %rs<2>; .reg .pred %p<2>;"
+    (entry,) = parse(kernel(f"add.s32 %r1, %r2, %r3; {other}", registers=registers)).kernels.values()
+    first, second = (i for i in entry.instructions if i.opcode == "add")
+    assert (first.form() == second.form()) == same

@@ -354,6 +354,8 @@ def test_registers_of_two_wgmma() -> None:
     fails("%r100 is in use as A", f"{as_factor} {MMA} {COMMIT} {WAIT}")
     with pytest.raises(EmulatorError, match="comes twice"):
         Emulator(kernel(MMA.replace("%r107", "%r100")))
+    with pytest.raises(EmulatorError, match="comes twice"):
+        Emulator(kernel(MMA + MMA.replace("%r107", "%r100")))
 
 
 def test_accumulators_are_set_if_they_count() -> None:
