@@ -110,7 +110,7 @@ def build_dequantize(spec: MatmulSpec, isa: Isa) -> None:
 
     def emit(task: Task) -> tuple[None, Ranged]:
         weight = Weight(spec, isa, task.weight(spec))
-        return None, _Dequantizer(weight, task.array("y")).blocks
+        return None, _Dequantizer(weight, task).blocks
 
     run_function(dequantize_needs(spec, isa), spec.packing.row_blocks, isa, emit)
 
@@ -118,8 +118,8 @@ def build_dequantize(spec: MatmulSpec, isa: Isa) -> None:
 class _Dequantizer:
     """The parts of the work."""
 
-    def __init__(self, weight: Weight, w: Value) -> None:
-        self.weight, self.spec, self._w = weight, weight.spec, w
+    def __init__(self, weight: Weight, task: Task) -> None:
+        self.weight, self.spec, self._task, self._w = weight, weight.spec, task, task.array("y")
         self._decoder = ChunkDecoder(weight)
         self._row_bytes = 4 * self.spec.packing.chunk
         self._values = scratch(self._row_bytes * (ROWS if self.spec.outliers else 1))
@@ -133,7 +133,7 @@ class _Dequantizer:
 
     def _blocks_with_outliers(self, first: Value, last: Value) -> None:
         """The same where all rows of a chunk have to be there for outliers to be added, which come by column."""
-        spec, lines = self.spec, Lines(self.spec, self.weight.arrays["outliers"])
+        spec, lines = self.spec, Lines(self.weight, self._task)
         with loop(first, last) as block:
             word, end = lines.of_block(block.index)
             start = mul(block.index, ROWS)

@@ -200,7 +200,7 @@ class _Matmul:
 
     def _add_outliers(self, block: Value, token: Value, count: int) -> None:
         """Adds the products with outliers to the first sum of each row; tokens beyond the last read the last."""
-        lines = Lines(self.spec, self.weight.arrays["outliers"])
+        lines = Lines(self.weight, self.task)
         x, last = self.task.array("x"), arith.subi(self.m, i64(1))
 
         def visit(outlier: Outlier) -> None:

@@ -203,7 +203,7 @@ class _Many:
 
     def _add_outliers(self, block: Value, count: Value) -> None:
         """Adds the products with outliers to the sums of the panel's rows."""
-        lines, x = Lines(self.spec, self.weight.arrays["outliers"]), self.task.array("x")
+        lines, x = Lines(self.weight, self.task), self.task.array("x")
         with loop(0, count) as b:
             first = mul(b.index, ROWS)
 

@@ -12,7 +12,6 @@ from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.outliers import ENTRIES, LINE, ROW_BITS, SPAN, VALUE_SHIFT
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.vector_ops import (
     Value,
     add,
@@ -33,6 +32,8 @@ from lowbit.passes.cpu.vector_ops import (
     store,
     when,
 )
+from lowbit.passes.cpu.weight import Weight
+from lowbit.passes.cpu.worker import Task
 
 _WORD = 4  # bytes
 
@@ -46,14 +47,17 @@ class Outlier(NamedTuple):
 
 
 class Lines:
-    """The outliers of a weight inside a function."""
+    """The outliers of a weight inside a function. One of several experts has its part of the lines of all: its row
+    blocks are those from a task's `first_block` on."""
 
-    def __init__(self, spec: MatmulSpec, base: Value) -> None:
-        self.spec, self._base = spec, base
+    def __init__(self, weight: Weight, task: Task) -> None:
+        self.spec, self._base = weight.spec, weight.arrays["outliers"]
+        self._first_block = task.integer("first_block")
 
     def of_block(self, block: Value) -> tuple[Value, Value]:
         """Returns the first word of a row block's lines, and the first after them."""
-        ends = [self._word(add(block, more)) for more in (0, 1)]
+        entry = arith.addi(self._first_block, block)
+        ends = [self._word(add(entry, more)) for more in (0, 1)]
         first, end = (shift_left(arith.extui(i(64), line), LINE.bit_length() - 1) for line in ends)
         return first, end
 

@@ -25,6 +25,7 @@ WORDS = (
     "x",
     "y",
     "scratch",
+    "first_block",  # number of the first row block, by which a table of outliers is read: one of the weights of experts
 )
 """The words of a task, before the addresses of `MatmulSpec.call_operands` and, in a program of scaled rows, that of the
 scales of rows of x."""

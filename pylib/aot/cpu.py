@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import MOST
 from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.spec import MatmulSpec
@@ -22,12 +21,7 @@ LEVELS = {"x86-64-v3": 3, "x86-64-v4": 4, "x86-64-v4+avx512bf16": 5}
 
 def cpu_to_dicts(spec: MatmulSpec, name: str, files: Files) -> list[dict[str, Any]]:
     """Returns the description of each level in terms of JSON, the least first, and adds its code to the files. Experts
-    are multiplied one by one, by programs for the weight of one.
-
-    Raises SpecError for experts with outliers, which have no programs.
-    """
-    if spec.experts > 1 and spec.outliers:  # whose lines are those of all experts
-        raise SpecError(f"({spec}) has outliers, which are not cut by expert: export a matmul per expert for a CPU")
+    are multiplied one by one, by programs for the weight of one."""
     return [_Level(spec, level, name, files).to_dict() for level in LEVELS]
 
 

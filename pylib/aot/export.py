@@ -23,7 +23,7 @@ from lowbit.pylib.aot.gpu import arrays_of, gpu_to_dict
 from lowbit.pylib.aot.weight import weight_to_dict
 from lowbit.pylib.weights import saved
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 """Goes up when the C runtime has to read a manifest in another way."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,62}")
 

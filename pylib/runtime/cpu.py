@@ -46,12 +46,14 @@ class Loaded:
         """Returns how many parts row blocks are cut into for so many threads."""
         return 1 if threads == 1 else min(_PARTS * threads, -(-row_blocks // self.needs.panel))
 
-    def run(self, threads: int, row_blocks: int, m: int, x: int, y: int, weight: Sequence[int]) -> None:
+    def run(
+        self, threads: int, row_blocks: int, m: int, x: int, y: int, weight: Sequence[int], first_block: int = 0
+    ) -> None:
         """One task, with the addresses of its arrays."""
         parts = self.parts(threads, row_blocks)
         nbytes = self.needs.nbytes(m, threads)
         scratch = allocate((nbytes,), (1,), torch.uint8)
-        task = array("q", (0, 0, 0, m, parts, x, y, scratch.data_ptr(), *weight))
+        task = array("q", (0, 0, 0, m, parts, x, y, scratch.data_ptr(), first_block, *weight))
         cpu_threads.run(self.call, task.buffer_info()[0], threads)
 
 
@@ -93,9 +95,13 @@ class CpuMatmul:
         self._few = self._program(self._few_and_many[0])
         self.few_tokens = self._few.needs.most
 
-    def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """y [..., n] in the out type for x [..., k] in the act type and the tensors of `spec.call_operands`, behind
-        which are the scales of a scaled x."""
+    def matmul(self, x: Tensor, weight: Sequence[Tensor], first_block: int = 0) -> Tensor:
+        """Returns y [..., n] in the out type.
+
+        x            [..., k] in the act type
+        weight       the tensors of `spec.call_operands`, behind which are the scales of a scaled x
+        first_block  the row block of the tensor of outliers that is the weight's first: it may have those of more rows
+        """
         n, k = self.spec.outputs, self.spec.k
         m = x.numel() // k
         y = allocate((m, n), (n, 1), self._out)
@@ -103,10 +109,10 @@ class CpuMatmul:
             needed = (x.storage_offset() + m * k) * self._act_bytes
             if not x.is_contiguous() or x.untyped_storage().nbytes() < needed:
                 x = _in_rows(x)
-            self._rows(m, address_of(x), y.data_ptr(), self._operands(weight))
+            self._rows(m, address_of(x), y.data_ptr(), self._operands(weight), first_block)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], n)
 
-    def _rows(self, m: int, x: int, y: int, weight: Sequence[int]) -> None:
+    def _rows(self, m: int, x: int, y: int, weight: Sequence[int], first_block: int) -> None:
         spec = self.spec
         program = self._program(self.program_for(m))
         x_row, y_row = self._act_bytes * spec.k, ELEMENTS[spec.out_dtype].bytes * spec.outputs
@@ -115,8 +121,9 @@ class CpuMatmul:
         for first in range(0, m, _SLAB):
             rows = min(_SLAB, m - first)
             threads = self._team(rows * spec.n * spec.k)
-            operands = (*stored, *(at + first * size for at, size in zip(others, sizes))) if others else weight
-            program.run(threads, self._row_blocks, rows, x + first * x_row, y + first * y_row, operands)
+            operands = (*stored, *(start + first * size for start, size in zip(others, sizes))) if others else weight
+            at = x + first * x_row, y + first * y_row
+            program.run(threads, self._row_blocks, rows, *at, operands, first_block)
 
     def few(self) -> Loaded:
         """Returns the program for up to `few_tokens`."""

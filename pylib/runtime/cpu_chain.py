@@ -87,7 +87,7 @@ def between_step(
 ) -> Step:
     """Returns the step of a program between matmuls. words: by name those of `plan.words` that it reads."""
     more = (words.get(name, 0) for name in plan.words)
-    return Step(_function(plan, knobs.cpu()), (pieces, 0, x, y, scratch, *more), pieces)
+    return Step(_function(plan, knobs.cpu()), (pieces, 0, x, y, scratch, 0, *more), pieces)
 
 
 def matmul_step(
@@ -98,7 +98,7 @@ def matmul_step(
     parts = program.parts(threads, mm.spec.packing.row_blocks)
     with workspace.scope():
         scratch = workspace.take(program.needs.nbytes(m, threads))
-    return Step(program.call, (m, parts, x, y, scratch, *operands), m + parts)
+    return Step(program.call, (m, parts, x, y, scratch, 0, *operands), m + parts)
 
 
 _COUNTERS = 3  # words at the beginning of a task, which start at 0

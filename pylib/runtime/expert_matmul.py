@@ -52,7 +52,7 @@ def spec_of_experts(spec: MatmulSpec, experts: int) -> MatmulSpec:
 def expert_matmul(spec: MatmulSpec, target: Target) -> ExpertMatmul:
     """Returns the matmul of a spec with several experts on a target: one for all layers.
 
-    Raises SpecError for a spec that the kernels do not serve, or on a CPU one with outliers.
+    Raises SpecError for a spec that the kernels do not serve.
     """
     return ExpertMatmul(spec, target)
 

@@ -10,6 +10,7 @@ from shutil import copytree
 import pytest
 import torch
 from c_runtime import CMatmul, Failed
+from experts_apart import experts_apart
 from exported import read_manifest, seal
 from torch import Tensor
 
@@ -107,6 +108,9 @@ EXPERTS = {
     "gated_experts": S(2 * 64, 96, "nf4", group_size=32, experts=2, epilogue="silu_mul", act="bf16"),
     "eight_bit_experts": S(3 * 32, 96, "u4", group_size=32, experts=3, compute="i8", compute_from=5, act="bf16"),
     "permuted_experts": S(3 * 32, 160, "i3", group_size=32, experts=3, epilogue="gelu_mul", permuted=True),
+    "outliers": S(4 * 48, 160, "u3", group_size=16, zeros="float", experts=4, outliers=True, bias=True),
+    "gated_outliers": S(3 * 32, 96, "f6e3m2", experts=3, outliers=True, act="bf16", epilogue="silu_mul"),
+    "permuted_outliers": S(3 * 80, 160, "nf4", group_size=32, experts=3, outliers=True, permuted=True, out="f32"),
 }
 
 
@@ -144,6 +148,10 @@ BY_IDS = {
     ),
     "added_in_bf16": S(4 * 32, 96, "u4", group_size=32, experts=4, act="bf16", top_k=TopK(2, weights="bf16")),
     "added_in_f32": S(4 * 32, 96, "u4", group_size=32, experts=4, out="f32", top_k=TopK(2, "i32", "f16")),
+    "outliers": S(4 * 48, 96, "u4", group_size=32, experts=4, outliers=True, epilogue="silu_mul", top_k=TopK(2)),
+    "outliers_added": S(
+        4 * 32, 160, "i3", group_size=32, experts=4, outliers=True, permuted=True, top_k=TopK(3, weights="f32")
+    ),
 }
 
 
@@ -168,9 +176,7 @@ def random_ids(spec: MatmulSpec, tokens: int) -> tuple[Tensor, list[Tensor]]:
 
 def of_each_id(spec: MatmulSpec, ids: Tensor, x: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """Returns what the expert of each id makes of its row of x, alone as Python runs it; NaN where it is elsewhere."""
-    one = lowbit.compile(replace(spec, n=spec.n // spec.experts, experts=1, top_k=None), "cpu")
-    parts = [{name: t.chunk(spec.experts)[i] for name, t in tensors.items()} for i in range(spec.experts)]
-    weights = [one.pack(**part) for part in parts]
+    one, weights = experts_apart(spec, tensors, "cpu")
     found = torch.full((ids.numel(), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
     for slot, expert in enumerate(ids.flatten().tolist()):
         if 0 <= expert < spec.experts:

@@ -37,7 +37,6 @@ ADDED = MatmulSpec(32, 32, "u4", experts=2, top_k=TopK(1, weights="f32"))
         (SPEC, [], TargetError, "targets are empty"),
         (SPEC, "sm_1", TargetError, "unknown target 'sm_1'"),
         (SPEC, "emulator:sm_80", TargetError, "target emulator:sm_80 is not exported; name the GPU: 'sm_80'"),
-        (MatmulSpec(32, 32, "u4", experts=2, outliers=True), "cpu", SpecError, "outliers, which are not cut by expert"),
         (ADDED, "sm_80", SpecError, "in clusters, which sm_80 does not have; for this target export .* top_k=None"),
     ],
 )

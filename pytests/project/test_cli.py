@@ -358,7 +358,6 @@ def test_explain_shows_what_runs_for_any_number_of_slots(target):
     ("arguments", "message"),
     [
         (("--top-k", 7), "top_k=7 must be in 1..6, the experts that there are (experts=)"),
-        (("--target", "cpu", "--outliers"), "has outliers, which are not cut by expert; take a matmul per expert"),
         (("--schedule", "tokens=8"), "drop --schedule; lowbit explain shows which kernels there are"),
         (("--experts", 1, "--top-k", 2), "--top-k=2 says how many experts a token has: give their number, --experts"),
     ],

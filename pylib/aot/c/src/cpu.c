@@ -3,8 +3,9 @@
 #include <string.h>
 
 #include "numbers.h"
+#include "packing.h"
 
-enum { TICKET, DONE, WORKERS, ROWS_OF_X, PARTS, X_WORD, Y_WORD, SCRATCH, WORDS };
+enum { TICKET, DONE, WORKERS, ROWS_OF_X, PARTS, X_WORD, Y_WORD, SCRATCH, FIRST_BLOCK, WORDS };
 enum { SLAB = 1024, LINE = 64, PARTS_OF_A_THREAD = 4, WORTH_A_TEAM = 1 << 19 };
 
 static int level_of_this_machine(void) {
@@ -93,9 +94,9 @@ int cpu_open(lowbit_matmul *h, json targets) {
             return fail(LOWBIT_BAD_VERSION, "the CPU's code takes arguments that this runtime does not know");
         h->operand[h->operands++] = array;
     }
-    h->permutation = -1;
-    for (int i = 0; i < h->tensors; i++)
-        if (!strcmp(h->tensor_name[i], "permutation")) h->permutation = TENSORS + i;
+    int permutation = tensor_named(h, "permutation");
+    h->permutation = permutation < 0 ? -1 : TENSORS + permutation;
+    h->outliers = tensor_named(h, "outliers");
     h->row_blocks = json_integer(json_member(json_member(h->weight, "packing"), "row_blocks")) / h->experts;
     h->threads = 1;
     return code;
@@ -160,6 +161,13 @@ typedef struct {
     const int32_t *rows_of_x;
 } piece;
 
+/* Bytes of an expert's part of a tensor. Outliers are not cut: a program gets all of them, and finds its own by the
+ * number of its first row block. */
+static int64_t slice_bytes(const lowbit_matmul *h, int tensor) {
+    bool cut = h->experts > 1 && tensor < h->tensors && tensor != h->outliers;
+    return cut ? h->tensor_bytes[tensor] / h->experts : 0;
+}
+
 /* scales: of the rows of x, for a program that has them. */
 static void run_program(const lowbit_matmul *h, const program *p, piece of, const char *x, const float *scales, char *y,
                         char *const *arrays, char *scratch) {
@@ -167,11 +175,16 @@ static void run_program(const lowbit_matmul *h, const program *p, piece of, cons
     int threads = h->parallel && multiplied * n * h->k >= WORTH_A_TEAM ? h->threads : 1;
     int64_t panels = (h->row_blocks + p->panel - 1) / p->panel;
     int64_t parts = threads == 1 ? 1 : PARTS_OF_A_THREAD * threads < panels ? PARTS_OF_A_THREAD * threads : panels;
-    int64_t words[WORDS + MOST_ARRAYS + 1] = {0, 0, 0, of.rows, parts, (intptr_t)x, (intptr_t)y, (intptr_t)scratch};
+    int64_t words[WORDS + MOST_ARRAYS + 1] = {[ROWS_OF_X] = of.rows,
+                                              [PARTS] = parts,
+                                              [X_WORD] = (intptr_t)x,
+                                              [Y_WORD] = (intptr_t)y,
+                                              [SCRATCH] = (intptr_t)scratch,
+                                              [FIRST_BLOCK] = of.expert * h->row_blocks};
     for (int i = 0; i < h->operands; i++) {
-        int array = h->operand[i], tensor = array - TENSORS;
-        int64_t slice = h->experts > 1 && tensor < h->tensors ? h->tensor_bytes[tensor] / h->experts : 0;
-        words[WORDS + i] = (intptr_t)arrays[array] + of.expert * slice + of.first * h->row_bytes[array];
+        int array = h->operand[i];
+        int64_t of_expert = of.expert * slice_bytes(h, array - TENSORS);
+        words[WORDS + i] = (intptr_t)arrays[array] + of_expert + of.first * h->row_bytes[array];
     }
     words[WORDS + h->operands] = (intptr_t)scales;
     work w = {0, words};

@@ -7,7 +7,7 @@
 #include "json.h"
 #include "lowbit.h"
 
-enum { MANIFEST = 2, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_BUFFERS = 8, MOST_NAME = 64, MOST_PATH = 512 };
+enum { MANIFEST = 3, MOST_ARRAYS = 40, MOST_PARAMS = 32, MOST_BUFFERS = 8, MOST_NAME = 64, MOST_PATH = 512 };
 enum { MOST_RANGES = 2, MOST_PROGRAMS = 3 }; /* of a CPU's code */
 enum { X, Y, WORKSPACE, TENSORS }; /* the first of the arrays, in the order of every manifest */
 
@@ -130,7 +130,7 @@ struct lowbit_matmul {
     number_type of_x, of_y, of_weights; /* the last of a router's weights */
     int64_t top_k;                      /* ids of a token's experts; 0 where rows are sorted by expert */
     bool wide_ids, adds_up;             /* ids of 64 bits; weights by which a token's experts are added up */
-    int operand[MOST_ARRAYS], operands, permutation;
+    int operand[MOST_ARRAYS], operands, permutation, outliers;
     int64_t row_blocks; /* of an expert */
     int threads;
     lowbit_parallel parallel;
