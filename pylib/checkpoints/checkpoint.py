@@ -41,7 +41,9 @@ VERSION = "1"
 VERSION_KEY = "lowbit"  # in the metadata of our files
 EXTRA_STATE = "._extra_state"  # torch's name for the spec of a LowbitLinear
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-OF_ACTIVATIONS = re.compile(r"(input|output|activation|act|q|k|v|kv|prob)_(global_)?(scale|zero_point|amax)(_inv)?")
+OF_ACTIVATIONS = re.compile(
+    r"(input|output|activation|act|q|k|v|kv|prob)_(global_|activation_)?(scale|zero_point|amax)(_inv)?"
+)
 """Tensors for activations of 8 bits and caches of attention: without them activations stay as they are."""
 
 

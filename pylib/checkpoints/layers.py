@@ -120,8 +120,9 @@ class Loader:
 
     def _embedding(self, name: str, here: str) -> Mapping[str, nn.Module]:
         old = cast(nn.Embedding | LowbitEmbedding, self.modules[here])
-        packed = self.checkpoint.load(name, self.act, self.device or _home_of(old))
-        self._check(name, packed, (old.num_embeddings, old.embedding_dim), False)
+        shape = old.num_embeddings, old.embedding_dim
+        packed = self.checkpoint.load(name, self.act, self.device or _home_of(old), shape)
+        self._check(name, packed, shape, False)
         embedding = LowbitEmbedding.from_packed(packed).in_place_of(old)
         return with_tied([here], embedding, tied_linears(self.modules.items(), old))
 

@@ -289,8 +289,18 @@ def bitnet(config: dict[str, Any], t: State) -> Decoded:
 
 def mlx(config: dict[str, Any], t: State) -> Decoded:
     (n, groups), size = t["scales"].shape, config["group_size"]
-    scales, offsets = (each(t[name], (n, groups * size), 1, size) for name in ("scales", "biases"))
+    names = "scales", "qbiases" if "qbiases" in t else "biases"
+    scales, offsets = (each(t[name], (n, groups * size), 1, size) for name in names)
     return affine(stream(t["weight"], config["bits"], groups * size), scales, 0.0, offsets)
+
+
+def gemma(config: dict[str, Any], t: State) -> Decoded:
+    weight, bits = t["weight"], config["num_bits"]
+    if weight.dtype == np.int8:
+        return affine(weight.astype(np.int64), t["weight_scale"].astype(np.float64))
+    codes = np.stack([weight >> bits * part & (1 << bits) - 1 for part in range(8 // bits)], -1)
+    codes = codes.reshape(len(weight), -1).astype(np.int64)
+    return affine(codes, t["weight_scale"].astype(np.float64), float(1 << bits - 1))
 
 
 def mxfp4(config: dict[str, Any], t: State) -> Decoded:
@@ -351,7 +361,9 @@ DECODERS: dict[str, Callable[[dict[str, Any], State], Decoded]] = {
     "fp8": fp8,
     "gptq": gptq,
     "hqq": hqq,
+    "metal": mlx,
     "mlx": mlx,
+    "gemma": gemma,
     "modelopt": modelopt,
     "mxfp4": mxfp4,
     "mxfp8": fp8,

@@ -213,6 +213,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "fraction": ({"context_length": 0.5}, r"llama.context_length is 0.5; it must be an integer"),
     "experts": ({"expert_count": 8}, r"llama.expert_used_count is None; it must be a positive number"),
     "part": ({"rope.dimension_count": 32}, r"llama.rope.dimension_count is 32; only 128 can be loaded"),
+    "later": ({"attention.causal": False}, r"llama.attention.causal is False; tokens that see later ones can't be"),
     "scaling": ({"rope.scaling.type": "longrope"}, r"rope.scaling.type is 'longrope'; only none, linear and yarn"),
     "several": ({"rope.dimension_count": [128, 64]}, r"dimension_count is \[128  64\]; only one number"),
 }

@@ -27,7 +27,7 @@ NAMES = (
     *("bnb-int8", "ct-pack-4-asym", "ct-int8-asym", "ct-fp8", "ct-fp8-block", "ct-mxfp4", "ct-mxfp6", "ct-nvfp4"),
     *("fp8-block", "fp8-tensor", "hqq-3", "hqq-4", "torchao-int4", "torchao-int8", "torchao-float8"),
     *("spqr-csr", "spqr-ptcsr", "spqr-dense", "auto-round-4", "auto-round-awq", "modelopt-fp8", "modelopt-nvfp4"),
-    *("mlx-4", "bitnet", "fbgemm-fp8"),
+    *("mlx-4", "bitnet", "fbgemm-fp8", "metal-4", "gemma-4", "gemma-8"),
 )
 
 
@@ -429,3 +429,36 @@ def test_transformers_reads_one_tensor_of_each_layer(tmp_path: Path, monkeypatch
     dense = [shape for name, shape in shapes.items() if MODULE not in name]
     smallest = min((shape for name, shape in shapes.items() if MODULE in name), key=math.prod)
     assert sorted(read) == sorted([*dense, smallest])
+
+
+def test_gemma_of_several_widths(tmp_path: Path) -> None:
+    """Layers of 2 bits and of 4, told apart by the columns of the model, and an embedding of 2 that the head shares."""
+    gemma = pytest.importorskip("transformers.integrations.gemma_quant")
+    path = llama("gemma-4", tmp_path)
+    state, dense = load_file(path / "model.safetensors"), {}
+    n, k = state["model.embed_tokens.weight"].shape
+    table = gemma.QuantizedEmbedding(n, k, torch.float32, num_bits=2)
+    low = gemma.QuantizedLinear(k, 24, num_bits=2)
+    for packed in (table.embedding_quantized, low.weight):
+        packed.data = torch.randint(0, 256, packed.shape, dtype=torch.uint8)
+    for scale in (table.embedding_scale, low.weight_scale):
+        scale.data = torch.rand(scale.shape) / 50 + 0.01
+    gate = MODULE.replace("up_proj", "gate_proj")
+    dense = {"model.embed_tokens": table.weight, gate: low._dequantize_weights()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight", f"{gate}.weight"):
+        state.pop(name, None)
+    state |= {f"model.embed_tokens.{name}": t.detach() for name, t in table.state_dict().items()}
+    state |= {f"{gate}.{name}": t.detach() for name, t in low.state_dict().items() if name != "bias"}
+    save_file({name: t.clone() for name, t in state.items()}, path / "model.safetensors", {"format": "pt"})
+    about = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": True, "mlp_bias": True}
+    about["quantization_config"]["module_quant_configs"] = {"gate_proj$": {"num_bits": 2}, "embed": {"num_bits": 2}}
+    (path / "config.json").write_text(json.dumps(about))
+    state[f"{gate}.bias"] = torch.zeros(24)
+    save_file({name: t.clone() for name, t in state.items()}, path / "model.safetensors", {"format": "pt"})
+    model = loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    assert isinstance(model.model.embed_tokens, LowbitEmbedding) and isinstance(model.lm_head, TiedLinear)
+    assert model.get_submodule(gate).spec.weight == "i2" and model.get_submodule(MODULE).spec.weight == "i4"
+    for name, expected in dense.items():
+        assert torch.equal(model.get_submodule(name).packed.dequantize(), expected.float()), name
+    with pytest.raises(CheckpointError, match="has codes of 2 and 4 bits; give the shape of the weight"):
+        lowbit.open_checkpoint(path).load(gate, "bf16")

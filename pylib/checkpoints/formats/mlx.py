@@ -5,6 +5,7 @@
     biases   of the same type and shape
 
 w = scale * code + bias. "quantization" of config.json has bits and group_size, and others for some layers by name.
+transformers' "metal" is the same, with `qbiases` (transformers/integrations/metal_quantization.py).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ BITS = (2, 3, 4, 5, 6, 8)
 
 def read(module: ModuleTensors) -> Imported:
     packed, scales = module.take("weight", torch.uint32, 2), module.floats("scales", 2)
-    offsets = module.take("biases", scales.dtype, 2)
-    check_shape("biases", offsets, scales.shape, "scales")
+    name = "qbiases" if module.config.get("quant_method") == "metal" else "biases"
+    offsets = module.take(name, scales.dtype, 2)
+    check_shape(name, offsets, scales.shape, "scales")
     entries = _of_layer(module)
     bits, group = entries.get("bits"), entries.get("group_size")
     groups = scales.shape[1]
@@ -47,3 +49,4 @@ def _of_layer(module: ModuleTensors) -> Mapping[str, Any]:
 _OF_A_LAYER = {**named("bits", "group_size"), "mode": one_of("affine")}
 ENTRIES = {**_OF_A_LAYER, "*": _OF_A_LAYER}
 FORMAT = Format((".scales",), (".weight", ".biases", ".bias"), read, ENTRIES)
+METAL = Format((".scales",), (".weight", ".qbiases", ".bias"), read, named("bits", "group_size"))

@@ -372,6 +372,8 @@ def read_source(file: GgufFile) -> Source:
     about = About(file)
     try:
         known = _architecture(about)
+        if known.encoder is None and about.value("attention.causal") in (False,):
+            raise CheckpointError(f"{about.name}.attention.causal is False; tokens that see later ones can't be loaded")
         config = {**configuration.common(about, known.queries(about)), **known.more(about)}
         return Source(file, known, config, about.integer("block_count"))
     except CheckpointError as error:
