@@ -148,8 +148,8 @@ def write_model(
     if change:
         change(tensors, facts)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
-        adders: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        adders |= {bool: writer.add_bool, list: writer.add_array}
+    adders: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders |= {bool: writer.add_bool, list: writer.add_array}
     for key, value in facts.items():
         adders[type(value)](f"{architecture}.{key}", value)
     for key, number in (("bos", 1), ("eos", 2), ("padding", padding)):
