@@ -69,7 +69,7 @@ REFUSED = {
     **dict.fromkeys(("aqlm", "vptq", "quip", "quip_sharp"), "its codes stand for vectors of several weights"),
     "exl3": "its codes are a path through a trellis",
     "higgs": "its codes stand for vectors of rotated weights",
-    "fouroversix": "its files are laid out for kernels of its own",
+    "fouroversix": "lowbit has no reader for its files",
     "nvfp4": "transformers quantizes to it while it loads a dense model, and saves no such files",
     "fp_quant": "it rotates what goes into layers at each call",
     "sinq": "it scales the columns of a matrix as well as its groups",

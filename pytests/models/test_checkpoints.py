@@ -394,7 +394,7 @@ OF_VLLM = (
     *("modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16", "mxfp4", "mxfp8", "neuron_quant", "online"),
     *("petit_nvfp4", "ptpc_fp8", "qqq", "quark", "rtn", "torchao", "tpu_int8"),
 )
-"""The names of vLLM's methods to quantize, up to 0.33: most are of kernels, and in no file."""
+"""Names of vLLM's methods to quantize: most are of kernels, and in no file."""
 
 
 def test_all_methods_are_read_or_refused_by_name(tmp_path: Path) -> None:
