@@ -790,6 +790,7 @@ def test_rows_that_are_none(m: object) -> None:
 _ASKED = "panes=python,lowbit,tile,gpu,ll,ptx,sass&line=tile-3"
 _PICK = """
 <script>
+document.querySelectorAll("#ptx li, #sass li").forEach(dress);
 const texts = [...document.querySelectorAll("#ptx li")].map((line) =>
   [...line.childNodes].filter((each) => each.tagName !== "U").map((each) => each.textContent).join(""));
 const colours = [...document.querySelectorAll("#ptx li i")].map((each) => [each.className, each.textContent]);

@@ -35,13 +35,32 @@ function colour(line) {
   line.insertAdjacentHTML("beforeend", html);
 }
 
-for (const list of lists) {
+const dressed = new WeakSet();
+
+// Colours a line, and says what the note beside it is.
+function dress(line) {
+  if (dressed.has(line)) return;
+  dressed.add(line);
+  const list = line.parentElement;
+  if (list.parentElement.id !== "python") colour(line);
+  const note = line.querySelector("u");
+  if (!note) return;
   const words = JSON.parse(list.dataset.words || "{}");
-  for (const line of list.children) {
-    if (list.parentElement.id !== "python") colour(line);
-    const note = line.querySelector("u");
-    if (note) note.title = words[note.textContent] || `${note.textContent} warp instructions ran`;
-  }
+  note.title = words[note.textContent] || `${note.textContent} warp instructions ran`;
+}
+
+// The lines in view alone, and some around them: all of a large kernel take seconds.
+function dressInView(list) {
+  const { children, scrollTop, clientHeight } = list;
+  const height = children[0]?.offsetHeight;
+  if (!height) return;
+  const first = Math.max(0, Math.floor(scrollTop / height) - 40);
+  for (const line of [...children].slice(first, first + Math.ceil(clientHeight / height) + 80)) dress(line);
+}
+
+for (const list of lists) {
+  list.addEventListener("scroll", () => dressInView(list), { passive: true });
+  new ResizeObserver(() => dressInView(list)).observe(list);
 }
 
 function origins(line) {
@@ -84,6 +103,7 @@ function mark(from) {
 }
 
 function pick(line) {
+  dress(line);
   mark(line);
   const note = line.querySelector("u")?.title;
   if (note) status_.textContent += `; ${note}`;
