@@ -1,9 +1,9 @@
 """A GGUF model on this machine's CPU, beside llama.cpp: `python -m benchmarks gguf FILE`.
 
 Both read the same file. A prompt of 512 tokens is one call; then tokens follow one by one. Ours is the model of
-`lowbit.from_gguf` with fused layers and a static cache, whose step for one token is compiled by torch. The two are
-measured in turn, again and again, and of each the least time counts. With one thread the time is the processor's,
-which leaves out when others had it.
+`lowbit.from_gguf` after `lowbit.fuse_`, whose tokens come from `model.generate` as people call it. The two are measured
+in turn, again and again, and of each the least time counts. With one thread the time is the processor's, which leaves
+out when others had it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from benchmarks.cpu import processor
 from benchmarks.environment import describe, environment
 from benchmarks.llama_peer import PROMPT, ROOM, STEPS
 from benchmarks.tables import markdown
-from lowbit.pylib.model_speed.attention import attention_for
-from lowbit.pylib.model_speed.runner import cache_argument
 
 BEGIN, END = "<!-- gguf: begin -->", "<!-- gguf: end -->"
 _HEADER = ("file", "threads", "by", f"prompt of {PROMPT}, tokens/s", "decode, tokens/s")
@@ -79,40 +77,35 @@ def text_of(found: Mapping[str, Any]) -> str:
     return f"{where['processor']}; {describe(where)}\n\n{markdown(_HEADER, rows)}"
 
 
+class _Clock:
+    """What `generate` hands tokens to: it notes when they come, the prompt first."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self.times = clock, list[float]()
+
+    def put(self, _: Any) -> None:
+        self.times.append(self._clock())
+
+    def end(self) -> None:
+        pass
+
+
 def ours(path: Path, threads: int) -> Measure:
     """Returns how to measure lowbit."""
-    from transformers import StaticCache
-
     clock = time.process_time if threads == 1 else time.perf_counter
     model = lowbit.from_gguf(path)
     lowbit.fuse_(model)
-    model.config._attn_implementation = attention_for(model.config, 1, ROOM)
-    cache = StaticCache(config=model.config, max_cache_len=ROOM)
-    with_cache = {cache_argument(model): cache}
     tokens = torch.arange(100, 100 + PROMPT)[None]
-    places = [torch.tensor([[place]]) for place in range(ROOM)]
-    torch.compiler.reset()  # another file's step has no guards, and would be taken for this one's
-    compiled = torch.compile(
-        model.forward,
-        fullgraph=True,
-        dynamic=False,
-        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},  # the model does not change any more
-    )
-
-    def step(place: int) -> Any:
-        return compiled(tokens[:, place : place + 1], **with_cache, position_ids=places[place])
+    asked = {"max_new_tokens": STEPS + 1, "do_sample": False, "eos_token_id": None}
 
     @torch.inference_mode()
     def measure() -> tuple[float, float]:
         start = clock()
         model(tokens, logits_to_keep=1)
-        prompt = clock() - start
-        cache.reset()
-        model(tokens[:, : ROOM - STEPS], **with_cache, logits_to_keep=1)
-        start = clock()
-        for place in range(ROOM - STEPS, ROOM):
-            step(place)
-        return prompt, (clock() - start) / STEPS
+        prompt, seen = clock() - start, _Clock(clock)
+        model.generate(tokens[:, : ROOM - STEPS], streamer=seen, **asked)
+        _, first, *others = seen.times
+        return prompt, (others[-1] - first) / len(others)
 
     measure()  # compiles
     return measure

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import lowbit
 from benchmarks import cpu, gguf
 from benchmarks.publish import between_marks
 
@@ -37,6 +39,19 @@ def test_page_of_models_on_a_cpu() -> None:
     for file in {record["file"] for record in found["records"]}:
         ours, theirs = by[file, "lowbit"], by[file, "llama-cpp-python"]
         assert ours["prompt"] > theirs["prompt"] and 1.3 * ours["decode"] > theirs["decode"]
+
+
+def test_tokens_come_from_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is fused, and the prompt's time is not that of a token."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1024, num_hidden_layers=1)).bfloat16().eval()
+    lowbit.quantize_(model, lowbit.QuantConfig("u4", group_size=32), progress=False)
+    monkeypatch.setattr(lowbit, "from_gguf", lambda _: model)
+    monkeypatch.setattr(gguf, "STEPS", 3)
+    ticks = iter(range(1000))
+    monkeypatch.setattr(gguf.time, "process_time", lambda: next(ticks))
+    prompt, step = gguf.ours(Path("tiny.gguf"), threads=1)()
+    assert (prompt, step) == (1, 1) and not lowbit.fuse_(model)  # it was fused already
 
 
 def test_results_of_a_file_are_replaced(tmp_path: Path) -> None:
