@@ -5,7 +5,7 @@
 It imports torch, for memory and for the reference, and not lowbit: the folder is all that it has. gcc compiles the
 folder's runtime. Every matmul is run for few and for many rows, on a stream of its own, with and without
 LOWBIT_SETTLED, in a CUDA graph, and from two threads at once. Codes are packed by the host and by the GPU, and the
-weight is dequantized.
+weight is dequantized. The driver's launch alone, of a kernel that does nothing, is timed as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,16 +27,52 @@ ROWS = (1, 2, 8, 17, 64, 65, 100, 128, 129, 257, 512, 1000, 5000)
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 OF_GIVEN = {torch.uint8: 0, torch.int8: 1, torch.int32: 2, torch.float32: 3}
 SETTLED = 1
+CALLS = 400  # of a loop that is timed, which the queue of a stream holds
 TIMER = """
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <time.h>
 #include <lowbit.h>
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
+}
 double microseconds(const lowbit_matmul *mm, const lowbit_call *call, int calls) {
-    struct timespec a, b;
-    clock_gettime(CLOCK_MONOTONIC, &a);
+    double start = now();
     for (int i = 0; i < calls; i++) if (lowbit_run(mm, call)) return -1;
-    clock_gettime(CLOCK_MONOTONIC, &b);
-    return ((b.tv_sec - a.tv_sec) * 1e9 + (b.tv_nsec - a.tv_nsec)) / 1e3 / calls;
+    return (now() - start) / calls;
+}
+struct attribute { int id, pad, value, rest[15]; }; /* CUlaunchAttribute */
+struct config { unsigned grid[3], block[3], shared; void *stream; struct attribute *attributes; unsigned count; };
+double bare(const char *ptx, void *stream, int early, int calls) {
+    static void *module, *function; /* loaded once */
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *given[7];
+    if (!driver) return -1;
+    int (*load)(void **, const void *) = (int (*)(void **, const void *))dlsym(driver, "cuModuleLoadData");
+    int (*get)(void **, void *, const char *) =
+        (int (*)(void **, void *, const char *))dlsym(driver, "cuModuleGetFunction");
+    int (*launch)(struct config *, void *, void **, void **) =
+        (int (*)(struct config *, void *, void **, void **))dlsym(driver, "cuLaunchKernelEx");
+    if (!function && (load(&module, ptx) || get(&function, module, "empty"))) return -1;
+    struct attribute overlap = {.id = 6, .value = 1}; /* programmatic stream serialization */
+    struct config as = {{1, 1, 1}, {32, 1, 1}, 0, stream, &overlap, early != 0};
+    uint64_t zero = 0;
+    for (int i = 0; i < 7; i++) given[i] = &zero;
+    int failed = 0;
+    double start = now();
+    for (int i = 0; i < calls; i++) failed |= launch(&as, function, given, NULL);
+    return failed ? -1 : (now() - start) / calls;
+}
+"""
+EMPTY = b"""
+.version 7.0
+.target sm_80
+.address_size 64
+.visible .entry empty(.param .u64 a, .param .u64 b, .param .u64 c, .param .u64 d, .param .u64 e, .param .u64 f,
+                      .param .u64 g)
+{
+    ret;
 }
 """
 
@@ -70,7 +106,7 @@ def build(folder: Path, to: Path) -> ctypes.CDLL:
     subprocess.run(["gcc", *flags, *map(str, sources), *libraries], check=True)
     c = ctypes.CDLL(str(to / "runtime.so"))
     c.lowbit_error_text.restype = c.lowbit_target.restype = ctypes.c_char_p
-    c.microseconds.restype = ctypes.c_double
+    c.microseconds.restype = c.bare.restype = ctypes.c_double
     for name in ("tensor_bytes", "workspace_bytes", "dequantize_bytes", "expert_tile"):
         getattr(c, f"lowbit_{name}").restype = ctypes.c_int64
     return c
@@ -302,16 +338,30 @@ def check_threads(mm: Matmul) -> None:
 
 
 def host_cost(mm: Matmul, m: int, flags: int) -> float:
-    """Returns microseconds of the host per call: the least of 30 loops of 400, which the stream's queue holds."""
+    """Returns microseconds of the host per call."""
     x, others = mm.inputs(m)
     y = mm.unwritten(m)
     call, kept = mm.call(x, others, y, m, flags)
+    cost = least(lambda: mm.c.microseconds(mm.handle, ctypes.byref(call), CALLS))
+    del kept
+    return cost
+
+
+def bare_cost(c: ctypes.CDLL, early: bool) -> float:
+    """Returns microseconds of a launch alone. early: it may start before the kernel in front has ended."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    return least(lambda: c.bare(EMPTY, stream, early, CALLS))
+
+
+def least(loop: Callable[[], float]) -> float:
+    """Returns the least time of 30 loops."""
     times = []
     for _ in range(30):
         torch.cuda.synchronize()
-        times.append(mm.c.microseconds(mm.handle, ctypes.byref(call), 400))
+        times.append(loop())
     torch.cuda.synchronize()
-    del kept
+    if min(times) < 0:
+        raise SystemExit("a launch failed")
     return min(times)
 
 
@@ -322,6 +372,7 @@ def run(folder: Path) -> bool:
         c = build(folder, Path(to))
         assert c.lowbit_open(str(folder).encode(), b"none", 0, ctypes.byref(ctypes.c_void_p())) == 4
         assert c.lowbit_open(str(folder).encode(), None, 99, ctypes.byref(ctypes.c_void_p())) != 0
+        print(f"a launch alone: {bare_cost(c, False):.2f} us, {bare_cost(c, True):.2f} us where it may start early")
         for about in manifest["matmuls"]:
             mm = Matmul(c, folder, about)
             errors = {m: check(mm, m) for m in ROWS}
