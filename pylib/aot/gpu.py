@@ -157,16 +157,15 @@ class _Exporter:
 
         return [first] if in_order else [first, self._program(program, {"stored": "w_in_memory"}, "restore")]
 
-    def _prepack(self) -> int | None:
-        """Returns the kernel that packs codes, which it takes as x. None: weights with folded scales are packed in
-        Python."""
+    def _prepack(self) -> int:
+        """Returns the kernel that packs codes, which it takes as x."""
 
         def program() -> ir.Module:
             from lowbit.passes.kernels.prepack.kernel import prepack
 
             return prepack(self.spec)
 
-        return None if self.spec.folds else self._program(program, _PACKED, "prepack")
+        return self._program(program, _PACKED, "prepack")
 
     def _kernel(self, made: KernelRequest, spec: MatmulSpec, renamed: Mapping[str, str], name: str) -> int:
         """Returns the number of a kernel, which is compiled and described when it is first asked for."""

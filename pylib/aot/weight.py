@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowbit.dialect.bilevel import integers_of, least_code
+from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.weights import saved
@@ -21,7 +22,9 @@ def weight_to_dict(spec: MatmulSpec) -> dict[str, Any]:
         "packing": _packing(spec),
         "tensors": [_tensor(slot) for slot in spec.tensors],
         "range": _range_of_values(spec),
-        "given": [] if spec.folds else [_given(spec, slot) for slot in spec.given_tensors],
+        "given": [_given(spec, slot) for slot in spec.given_tensors],
+        "folds": spec.folds,
+        "folds_by_codes": spec.folds and spec.dtype.max > LARGEST["f8e4m3"],
         "saved": saved.text_of(spec),
         "same": [*saved.WEIGHT_FIELDS],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.dialect.bilevel import Bilevel
-from lowbit.dialect.errors import PackError
+from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec, interned
@@ -26,6 +27,17 @@ from lowbit.pylib.weights.packed import PackedWeight, pack
 TABLE = tuple(np.linspace(-3, 5, 8).tolist())
 TABLE_256 = tuple(np.linspace(-2, 2, 256).tolist())
 S = MatmulSpec
+FOLDED: dict[str, Any] = {"compute": "f8e4m3", "fold_scales": True}
+
+
+def foldable(weight: str) -> bool:
+    """Tells whether scales of a format can be folded."""
+    try:
+        return S(33, 256, weight, group_size=32, **FOLDED).folds
+    except SpecError:
+        return False
+
+
 SPECS: dict[str, MatmulSpec] = {
     **{f"every_{w}": S(33, 272, w, group_size=68) for w in all_names()},
     "lut": S(16, 64, "lut3", table=TABLE),
@@ -48,7 +60,17 @@ SPECS: dict[str, MatmulSpec] = {
         18, 256, "nf4", group_size=64, scale="lut8", bilevel=Bilevel(1, 4, "f32", offsets=True, table=TABLE_256)
     ),
     **{f"preset_{name}": S.preset(name, 48, 512) for name in PRESETS if name not in all_names()},
+    **{f"folded_{w}": S(33, 256, w, group_size=32, **FOLDED) for w in all_names() if foldable(w)},
+    "folded_zeros": S(33, 256, "u4", group_size=64, zeros="int", act="bf16", **FOLDED),
+    "folded_offsets": S(33, 256, "i5", group_size=64, zeros="offset", scale="f32", **FOLDED),
+    "folded_rows": S(33, 256, "u3", group_size=64, row_scales=True, **FOLDED),
+    "folded_powers": S(33, 256, "f4e2m1", group_size=32, scale="e8m0", **FOLDED),
+    "folded_gate": S(64, 128, "f8e5m2", group_size=32, epilogue="silu_mul", **FOLDED),
+    "folded_experts": S(96, 128, "u4", group_size=32, zeros="int", experts=3, **FOLDED),
+    **{f"folded_{name}": S.preset(name, 48, 512, **FOLDED) for name in ("q2_k", "q4_k", "q6_k", "nvfp4")},
 }
+
+FAR = {"far": S(33, 256, "lut3", group_size=32, table=(-1e7, *range(6), 1e7), scale="e4m3", **FOLDED)}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +90,8 @@ def written(path: Path, **about: bool) -> Path:
     code = matmul_to_dict(S(16, 16, "u1"), "code", [parse_target("cpu")], files)["targets"]
     for target in code:
         target.update(operands=["codes"], **about)
-    described = [matmul_to_dict(interned(spec), name, [], files) | {"targets": code} for name, spec in SPECS.items()]
+    every = SPECS | FAR
+    described = [matmul_to_dict(interned(spec), name, [], files) | {"targets": code} for name, spec in every.items()]
     files.write(path, {"manifest": MANIFEST_VERSION, "packing": saved.FORMAT, "matmuls": described})
     return path
 
@@ -104,6 +127,44 @@ def test_packing(folder: Path, name: str, tmp_path: Path) -> None:
         save_file(w.state_dict(), tmp_path / "python.safetensors")
         loaded = mm.load(tmp_path / "python.safetensors")
         assert all(np.array_equal(loaded[each].numpy(), as_bytes(w[each])) for each in w)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name.startswith("folded")])
+@pytest.mark.parametrize("size", [2.0**-11, 1.0, 2.0**9])
+def test_powers_of_two_go_to_rows(folder: Path, name: str, size: float) -> None:
+    """Of scales of any size; rows have none of their own unless they are given."""
+    spec = SPECS[name]
+    tensors = random_inputs(spec, 1, seed=7)[1]
+    if not spec.row_scales:
+        tensors.pop("row_scales", None)
+    for each in ("scales", "offsets", "scale_scales", "scale_offsets"):
+        if each in tensors and tensors[each].is_floating_point():
+            sizes = size * 2.0 ** torch.randint(-3, 3, (len(tensors[each]), 1), generator=torch.manual_seed(1))
+            tensors[each] = (tensors[each].float() * sizes).to(tensors[each].dtype)
+    expected: dict[str, Tensor] | str
+    try:
+        expected = dict(pack(spec, **tensors))
+    except PackError as error:
+        expected = str(error)
+    with CMatmul(folder, name) as mm:
+        if isinstance(expected, str):
+            with pytest.raises(Failed):
+                mm.pack(given_in_c(tensors))
+            return
+        packed = mm.pack(given_in_c(tensors))
+        assert all(np.array_equal(packed[each].numpy(), as_bytes(expected[each])) for each in expected)
+
+
+def test_scales_that_lose_what_rows_get(folder: Path) -> None:
+    """e4m3 has no number by which 10^7 becomes one of e4m3."""
+    spec = FAR["far"]
+    tensors = random_inputs(spec, 1)[1]
+    tensors["codes"][0], tensors["scales"] = 7, torch.ones_like(tensors["scales"])
+    lost = "fold_scales takes 2\\^15 from the scales of row 0, which leaves less than"
+    with pytest.raises(PackError, match=lost):
+        pack(spec, **tensors)
+    with CMatmul(folder, "far") as mm, pytest.raises(Failed, match=lost):
+        mm.pack(given_in_c(tensors))
 
 
 def test_packing_without_codes(folder: Path) -> None:

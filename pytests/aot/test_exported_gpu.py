@@ -29,6 +29,7 @@ SPECS = {
     "residual": S(32, 128, "i3", group_size=32, epilogue="residual", act="bf16"),
     "permuted": S(32, 128, "u4", group_size=32, permuted=True),
     "eight_bits": S(32, 128, "u4", group_size=32, compute="i8", compute_from=17),
+    "folded": S(32, 128, "u4", group_size=32, compute="f8e4m3", fold_scales=True),
     "experts": S(64, 128, "u4", group_size=32, experts=2, epilogue="silu_mul"),
     "permuted_experts": S(64, 128, "u4", group_size=32, experts=2, permuted=True, epilogue="silu_mul"),
     "experts_in_8_bits": S(64, 128, "u4", group_size=32, experts=2, compute="i8"),
@@ -127,12 +128,15 @@ def test_dequantize(name: str, folders: dict[tuple[str, str], Path], tmp_path: P
     assert torch.equal(y, w.dequantize(TORCH[spec.act]))
 
 
-@pytest.mark.parametrize("name", ["usual", "residual", "permuted_experts"])
-def test_packing(name: str, folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("usual", "sm_80"), ("residual", "sm_80"), ("permuted_experts", "sm_80"), ("folded", "sm_90a")],
+)
+def test_packing(name: str, target: str, folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:
     """Byte for byte what `pack` gives; i3 has signed codes, and the experts are gated."""
     spec = SPECS[name]
     tensors = random_inputs(spec, 1)[1]
-    exported = Exported(exported_to(folders, name, "sm_80", tmp_path), "it", "sm_80")
+    exported = Exported(exported_to(folders, name, target, tmp_path), "it", target)
     codes = pack(spec, **tensors)["codes"]
     packed = torch.full_like(codes, -1)
     exported.pack_codes(as_bytes(tensors["codes"].to(torch.int8)), as_bytes(packed))

@@ -202,7 +202,7 @@ static int read_kernels(lowbit_matmul *h, bool same_generation) {
         code = read_kernel(h, each, found);
         if (!code) code = load_kernel(h, each, same_generation, found);
     }
-    h->prepack = prepack && *prepack != 'n' ? (int)json_integer(prepack) : -1;
+    h->prepack = (int)json_integer(prepack);
     for (json d = json_first(json_member(h->target, "dequantize")); d && h->dequantizing < 2; d = json_next(d))
         h->dequantize[h->dequantizing++] = (int)json_integer(d);
     return code ? code : read_ranges(h);
@@ -384,8 +384,6 @@ int cuda_dequantize(const lowbit_matmul *h, char **arrays, void *stream) {
 }
 
 int cuda_pack_codes(const lowbit_matmul *h, char *const *arrays, void *stream) {
-    if (h->prepack < 0)
-        return fail(LOWBIT_NOT_THERE, "a weight with fold_scales is packed in Python; load it with lowbit_load");
     bool entered = enter(h);
     int code = start(h, &h->kernel[h->prepack], arrays, 0, 0, 0, stream, false);
     leave(entered);

@@ -119,7 +119,7 @@ struct lowbit_matmul {
     void *context;
     int multiprocessors;
     int64_t launch_workspace;
-    int kernels, ranges, prepack, dequantizing; /* prepack: -1 where there is none */
+    int kernels, ranges, prepack, dequantizing;
     int dequantize[2];
     kernel *kernel;
     range *range;

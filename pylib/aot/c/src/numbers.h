@@ -39,6 +39,26 @@ static inline uint16_t to_bf16(float value) {
     return (uint16_t)(value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* The bits of the nearest number with so many bits of exponent and of mantissa, ties to even. */
+static inline uint32_t nearest(double value, int exponent_bits, int mantissa) {
+    int bias = (1 << (exponent_bits - 1)) - 1, exponent;
+    uint32_t sign = signbit(value) ? 1u << (exponent_bits + mantissa) : 0;
+    if (value == 0) return sign;
+    frexp(value, &exponent);
+    exponent =
+        exponent - 1 < 1 - bias ? 1 - bias : exponent - 1; /* subnormal numbers are as coarse as the least normal */
+    double units = nearbyint(ldexp(fabs(value), mantissa - exponent));
+    return sign | (uint32_t)((exponent + bias - 1) * (1 << mantissa) + (int64_t)units);
+}
+
+/* The value of a number with so many bits of exponent and of mantissa, that is finite. */
+static inline float small_float(uint32_t bits, int exponent_bits, int mantissa) {
+    int exponent = (int)(bits >> mantissa & ((1u << exponent_bits) - 1)), bias = (1 << (exponent_bits - 1)) - 1;
+    int digits = (int)(bits & ((1u << mantissa) - 1)) + (exponent ? 1 << mantissa : 0);
+    float value = ldexpf((float)digits, (exponent ? exponent : 1) - bias - mantissa);
+    return bits >> (exponent_bits + mantissa) & 1 ? -value : value;
+}
+
 /* Number i of an array. */
 static inline float number_in(const void *array, int64_t i, number_type type) {
     if (type == F32) return ((const float *)array)[i];

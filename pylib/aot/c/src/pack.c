@@ -4,20 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "numbers.h"
 #include "packing.h"
 
 enum { LINE = 32, ENTRIES = 31, SPAN = 4096 }; /* of outliers: dialect/formats/outliers.py */
 
-/* A tensor that `pack` takes, what is given for it, and the tensor in memory. */
-typedef struct {
-    char name[MOST_NAME], type[8];
-    int64_t rows, columns, low, high, bit;
-    bool integer;
-    const lowbit_given *given;
-    unsigned char *memory;
-} slot;
-
-static const lowbit_given *given_named(const char *name, const lowbit_given *given, int count) {
+const lowbit_given *given_named(const char *name, const lowbit_given *given, int count) {
     for (int i = 0; i < count; i++)
         if (given[i].name && !strcmp(given[i].name, name)) return &given[i];
     return NULL;
@@ -25,29 +17,17 @@ static const lowbit_given *given_named(const char *name, const lowbit_given *giv
 
 /* -- numbers */
 
-static int wrong(const slot *s, int64_t i, double value, const char *rule) {
+static int wrong(const tensor_slot *s, int64_t i, double value, const char *rule) {
     return fail(LOWBIT_BAD_WEIGHT, "%s[%lld, %lld] = %g %s", s->name, (long long)(i / s->columns),
                 (long long)(i % s->columns), value, rule);
 }
 
-static int64_t integer_at(const lowbit_given *g, int64_t i) {
+int64_t integer_at(const lowbit_given *g, int64_t i) {
     if (g->type == LOWBIT_U8) return ((const uint8_t *)g->data)[i];
     return g->type == LOWBIT_I8 ? ((const int8_t *)g->data)[i] : ((const int32_t *)g->data)[i];
 }
 
-/* The bits of the nearest number with so many bits of exponent and of mantissa, ties to even. */
-static uint32_t nearest(float value, int exponent_bits, int mantissa) {
-    int bias = (1 << (exponent_bits - 1)) - 1, exponent;
-    uint32_t sign = signbit(value) ? 1u << (exponent_bits + mantissa) : 0;
-    if (value == 0) return sign;
-    frexp(value, &exponent);
-    exponent =
-        exponent - 1 < 1 - bias ? 1 - bias : exponent - 1; /* subnormal numbers are as coarse as the least normal */
-    double units = nearbyint(ldexp(fabs((double)value), mantissa - exponent));
-    return sign | (uint32_t)((exponent + bias - 1) * (1 << mantissa) + (int64_t)units);
-}
-
-static int store_float(const slot *s, int64_t i, uint32_t *bits) {
+static int store_float(const tensor_slot *s, int64_t i, uint32_t *bits) {
     float value = ((const float *)s->given->data)[i];
     int exponent;
     if (!isfinite(value)) return wrong(s, i, value, "must be finite; clean what the quantizer gave");
@@ -70,7 +50,7 @@ static int store_float(const slot *s, int64_t i, uint32_t *bits) {
                 : wrong(s, i, value, "overflows the type that the spec has for it; export with a wider one");
 }
 
-static int store_integer(const slot *s, int64_t i, uint32_t *bits) {
+static int store_integer(const tensor_slot *s, int64_t i, uint32_t *bits) {
     int64_t value = integer_at(s->given, i);
     if (value < s->low || value > s->high)
         return fail(LOWBIT_BAD_WEIGHT, "%s[%lld, %lld] = %lld must be in %lld..%lld", s->name,
@@ -81,7 +61,7 @@ static int store_integer(const slot *s, int64_t i, uint32_t *bits) {
 }
 
 /* Writes number i of what is given as number `place` in memory, beside bits that are there already. */
-static int store(const slot *s, int64_t i, int64_t place) {
+static int store(const tensor_slot *s, int64_t i, int64_t place) {
     uint32_t bits = 0;
     int code = s->integer ? store_integer(s, i, &bits) : store_float(s, i, &bits);
     int width = width_of(s->type);
@@ -92,7 +72,7 @@ static int store(const slot *s, int64_t i, int64_t place) {
 
 /* -- codes */
 
-static int pack_codes(const lowbit_matmul *h, const packing *p, const slot *s) {
+static int pack_codes(const lowbit_matmul *h, const packing *p, const tensor_slot *s) {
     reg run[MOST_RUN];
     run_of((int)p->bits, run);
     for (int64_t r = 0; r < h->n; r++)
@@ -109,7 +89,7 @@ static int pack_codes(const lowbit_matmul *h, const packing *p, const slot *s) {
 
 /* -- tables */
 
-static int pack_groups(const lowbit_matmul *h, const packing *p, const slot *s) {
+static int pack_groups(const lowbit_matmul *h, const packing *p, const tensor_slot *s) {
     int code = LOWBIT_OK;
     for (int64_t r = 0; r < h->n && !code; r++)
         for (int64_t g = 0; g < s->columns && !code; g++)
@@ -119,7 +99,7 @@ static int pack_groups(const lowbit_matmul *h, const packing *p, const slot *s) 
 }
 
 /* The second level of scales that are codes: [row blocks, blocks, lanes]. */
-static int pack_blocks(const lowbit_matmul *h, const packing *p, const slot *s, json shape) {
+static int pack_blocks(const lowbit_matmul *h, const packing *p, const tensor_slot *s, json shape) {
     json of_blocks = json_next(json_first(shape));
     int64_t blocks = json_integer(of_blocks), lanes = json_integer(json_next(of_blocks));
     int64_t height = ROWS_OF_BLOCK / p->block_rows;
@@ -134,14 +114,14 @@ static int pack_blocks(const lowbit_matmul *h, const packing *p, const slot *s, 
     return code;
 }
 
-static int pack_rows(const lowbit_matmul *h, const slot *s) {
+static int pack_rows(const lowbit_matmul *h, const tensor_slot *s) {
     int code = LOWBIT_OK;
     for (int64_t r = 0; r < h->n && !code; r++) code = store(s, given_row(h, r), r);
     return code;
 }
 
 /* Permutations: each expert has one of k columns. */
-static int pack_columns(const lowbit_matmul *h, const slot *s) {
+static int pack_columns(const lowbit_matmul *h, const tensor_slot *s) {
     int code = LOWBIT_OK;
     int64_t *seen = calloc((size_t)h->k, sizeof *seen); /* the last expert that had a column, counted from 1 */
     if (!seen) return fail(LOWBIT_NO_MEMORY, "no memory to check the permutation");
@@ -192,7 +172,7 @@ static int sort_outliers(const lowbit_matmul *h, const lowbit_given *given, int 
                          int64_t *count) {
     const lowbit_given *offsets = given_named("outlier_offsets", given, number);
     const lowbit_given *columns = given_named("outlier_columns", given, number);
-    slot s = {.name = "outliers", .type = "f16", .columns = 1, .given = given_named("outlier_values", given, number)};
+    tensor_slot s = {.name = "outliers", .type = "f16", .columns = 1, .given = given_named("outlier_values", given, number)};
     int code = check_outliers(h, offsets, columns, s.given);
     if (code) return code;
     *found = malloc(sizeof **found * (size_t)(s.given->count + 1)), *count = 0;
@@ -261,7 +241,7 @@ static int pack_outliers(const lowbit_matmul *h, const packing *p, const lowbit_
 
 /* -- a weight */
 
-static int check_given(const slot *s) {
+int check_given(const tensor_slot *s) {
     const lowbit_given *g = s->given;
     if (!g || !g->data) return fail(LOWBIT_BAD_WEIGHT, "%s are missing", s->name);
     bool bytes = g->type == LOWBIT_U8 || g->type == LOWBIT_I8;
@@ -274,21 +254,26 @@ static int check_given(const slot *s) {
     return LOWBIT_OK;
 }
 
-static int pack_slot(const lowbit_matmul *h, const packing *p, json about, const lowbit_given *given, int count,
-                     void *const *weight) {
-    slot s = {0};
-    char tensor[MOST_NAME];
-    json shape = json_member(about, "shape"), index = json_member(about, "index"),
-         columns = json_next(json_first(shape));
+tensor_slot slot_of(json about, const lowbit_given *given, int count) {
+    tensor_slot s = {0};
+    json shape = json_member(about, "shape"), columns = json_next(json_first(shape));
     json_text(json_member(about, "name"), s.name, sizeof s.name);
     json_text(json_member(about, "type"), s.type, sizeof s.type);
-    json_text(json_member(about, "tensor"), tensor, sizeof tensor);
-    s.memory = weight[tensor_named(h, tensor)];
-    if (json_is(index, "sparse")) return pack_outliers(h, p, given, count, s.memory);
     s.rows = json_integer(json_first(shape)), s.columns = columns ? json_integer(columns) : 1;
     s.low = json_integer(json_member(about, "low")), s.high = json_integer(json_member(about, "high"));
     s.bit = json_integer(json_member(about, "bit")), s.integer = json_true(json_member(about, "integer"));
     s.given = given_named(s.name, given, count);
+    return s;
+}
+
+static int pack_slot(const lowbit_matmul *h, const packing *p, json about, const lowbit_given *given, int count,
+                     void *const *weight) {
+    tensor_slot s = slot_of(about, given, count);
+    char tensor[MOST_NAME];
+    json index = json_member(about, "index");
+    json_text(json_member(about, "tensor"), tensor, sizeof tensor);
+    s.memory = weight[tensor_named(h, tensor)];
+    if (json_is(index, "sparse")) return pack_outliers(h, p, given, count, s.memory);
     int code = check_given(&s);
     if (code) return code;
     if (json_is(index, "element")) return pack_codes(h, p, &s);
@@ -318,16 +303,22 @@ static int clear(const lowbit_matmul *h, void *const *weight, bool codes) {
     return LOWBIT_OK;
 }
 
-int lowbit_pack(const lowbit_matmul *h, const lowbit_given *given, int count, void *const *weight) {
-    if (!h || !given || !weight) return fail(LOWBIT_BAD_ARGUMENT, "handle, given or weight is NULL");
+static int pack_given(const lowbit_matmul *h, const lowbit_given *given, int count, void *const *weight) {
     packing p = packing_of(h);
-    json slots = json_member(h->weight, "given");
     bool codes = weight[0] || given_named("codes", given, count);
-    int code = json_first(slots)
-                   ? check_names(slots, given, count)
-                   : fail(LOWBIT_BAD_WEIGHT, "a weight with fold_scales is packed in Python; load it with lowbit_load");
-    if (!code) code = clear(h, weight, codes);
-    for (json each = json_first(slots); each && !code; each = json_next(each))
+    int code = clear(h, weight, codes);
+    for (json each = json_first(json_member(h->weight, "given")); each && !code; each = json_next(each))
         if (codes || !json_is(json_member(each, "index"), "element")) code = pack_slot(h, &p, each, given, count, weight);
     return code ? code : check_range(h, (const void *const *)weight);
+}
+
+int lowbit_pack(const lowbit_matmul *h, const lowbit_given *given, int count, void *const *weight) {
+    if (!h || !given || !weight) return fail(LOWBIT_BAD_ARGUMENT, "handle, given or weight is NULL");
+    int code = check_names(json_member(h->weight, "given"), given, count);
+    if (code || !json_true(json_member(h->weight, "folds"))) return code ? code : pack_given(h, given, count, weight);
+    folded f = {0};
+    code = fold_scales(h, given, count, &f);
+    if (!code) code = pack_given(h, f.given, f.count, weight);
+    drop_folded(&f);
+    return code;
 }

@@ -52,14 +52,6 @@ static level level_named(const lowbit_matmul *h, const char *name, const char *r
                    numbers_named(h, role, "_zeros", weight), numbers_named(h, role, "_offsets", weight)};
 }
 
-/* The value of a number with so many bits of exponent and of mantissa, that is finite. */
-static float small_float(uint32_t bits, int exponent_bits, int mantissa) {
-    int exponent = (int)(bits >> mantissa & ((1u << exponent_bits) - 1)), bias = (1 << (exponent_bits - 1)) - 1;
-    int digits = (int)(bits & ((1u << mantissa) - 1)) + (exponent ? 1 << mantissa : 0);
-    float value = ldexpf((float)digits, (exponent ? exponent : 1) - bias - mantissa);
-    return bits >> (exponent_bits + mantissa) & 1 ? -value : value;
-}
-
 static float number_at(const numbers *n, int64_t place) {
     uint32_t bits = 0;
     int width = width_of(n->type);
@@ -166,8 +158,7 @@ static void read_weight(const lowbit_matmul *h, const void *const *weight, range
 }
 
 int check_range(const lowbit_matmul *h, const void *const *weight) {
-    if (!json_true(json_member(h->target, "rounds_weights")) || !json_first(json_member(h->weight, "given")))
-        return LOWBIT_OK;
+    if (!json_true(json_member(h->target, "rounds_weights"))) return LOWBIT_OK;
     ranges_of_weight w;
     reg run[MOST_RUN];
     read_weight(h, weight, &w);
