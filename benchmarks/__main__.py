@@ -259,6 +259,21 @@ def layer(
 
 
 @app.command()
+def timeline(
+    name: Annotated[str, typer.Argument(help="llama-3.1-8b, or qwen3-30b-a3b: its attention.")] = "llama-3.1-8b",
+    weight: Annotated[str, typer.Option("--weight", "-w", help="Format, with groups of 128.")] = "u4",
+    m: Annotated[int, typer.Option("--m", "-m", help="Sequences that are decoded at once.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 512,
+) -> None:
+    """When the blocks of a fused layer's kernels begin, go on after their wait, and end, by the GPU's clock."""
+    from benchmarks.timeline import timeline as measured
+    from lowbit.dialect.spec import MatmulSpec
+
+    _check_gpu()
+    print(measured(name, MatmulSpec(16, 128, weight, act="bf16", group_size=128), m, context))
+
+
+@app.command()
 def cpu(
     size: Annotated[str, typer.Argument(help="n x k.")] = "4096x4096",
     seconds: Annotated[float, typer.Option(help="To measure for, for each number of tokens.")] = 10.0,
