@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.checkpoint import Checkpoint, check_dense, open_checkpoint
 from lowbit.pylib.checkpoints.expert_places import PARTS
 from lowbit.pylib.checkpoints.gguf.file import TYPES, GgufFile, load_gguf
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
@@ -43,6 +43,7 @@ def contents(path: str | PathLike[str], against: str | PathLike[str] | None = No
             raise SpecError(f"against: {path} has names of llama.cpp's, which the layers of {against} do not have")
         return QuantizationReport(tuple(_gguf_rows(load_gguf(path))))
     checkpoint = open_checkpoint(path)
+    check_dense(checkpoint, checkpoint.dense)
     originals = None if against is None else TensorFiles(Path(against))
     noted = checkpoint.tensors.folder / ERRORS
     errors = read_json(noted) if originals is None and noted.exists() else {}

@@ -56,10 +56,17 @@ def _with_method(entries: Entries) -> Entries:
     return {"quant_method": "bitsandbytes", **entries} if is_bitsandbytes else entries
 
 
+OF_EARLY_AWQ = {"w_bit": "bits", "q_group_size": "group_size"}
+
+
 def _of_awq(entries: Entries) -> Entries:
     """Returns a description in a file of AWQ, whose early versions had other names, or of GPTQModel."""
-    names = {"w_bit": "bits", "q_group_size": "group_size"}
-    return {"quant_method": "awq", **{names.get(name, name): value for name, value in entries.items()}}
+    return {"quant_method": "awq", **{OF_EARLY_AWQ.get(name, name): value for name, value in entries.items()}}
+
+
+def _of_gptq(entries: Entries) -> Entries:
+    """Returns a description in a file of AutoGPTQ, whose name early models of AWQ have, too."""
+    return {"quant_method": "gptq", **entries} if entries.keys().isdisjoint(OF_EARLY_AWQ) else _of_awq(entries)
 
 
 def _of_modelopt(entries: Entries) -> Entries:
@@ -68,8 +75,9 @@ def _of_modelopt(entries: Entries) -> Entries:
 
 
 FILES: Mapping[str, Callable[[Entries], Entries]] = {
-    "quantize_config.json": lambda entries: {"quant_method": "gptq", **entries},  # AutoGPTQ
+    "quantize_config.json": _of_gptq,
     "quant_config.json": _of_awq,
+    "quantization_config.json": lambda entries: {"quant_method": "auto-round", **entries},
     "hf_quant_config.json": _of_modelopt,
     "quanto_qmap.json": lambda entries: {"quant_method": "quanto", "qmap": entries},
 }

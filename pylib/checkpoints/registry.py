@@ -72,6 +72,7 @@ REFUSED = {
     "fouroversix": "lowbit has no reader for its files",
     "nvfp4": "transformers quantizes to it while it loads a dense model, and saves no such files",
     "fp_quant": "it rotates what goes into layers at each call",
+    "paroquant": "it rotates pairs of columns of what goes into layers at each call",
     "sinq": "it scales the columns of a matrix as well as its groups",
     "eetq": "its weights lie in the order of a kernel that is not published with them",
     "gguf": "a GGUF file is loaded by lowbit.from_gguf, or lowbit.load_gguf",

@@ -754,31 +754,41 @@ def test_exl2_with_any_bytes(tmp_path: Path) -> None:
     assert 60 < refused < 240
 
 
-VLLM = {
-    *("awq", "auto_awq", "fp8", "fbgemm_fp8", "fp_quant", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "gptq"),
-    *("modelopt_mixed", "auto_gptq", "awq_marlin", "gptq_marlin", "humming", "compressed-tensors", "experts_int8"),
-    *("quark", "moe_wna16"),
-    *("torchao", "inc", "mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8", "online", "fp8_per_tensor", "fp8_per_block"),
-    *("fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8"),
-}
-"""The methods of vLLM 0.32."""
+OF_VLLM = (
+    *("awq", "auto_awq", "fp8", "fbgemm_fp8", "fp_quant", "modelopt", "modelopt_fp4", "modelopt_mxfp8"),
+    *("modelopt_mixed", "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming", "compressed-tensors"),
+    *("experts_int8", "quark", "moe_wna16", "torchao", "inc", "mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8", "online"),
+    *("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8"),
+)
+"""The methods of vLLM 0.33 (`QuantizationMethods`): many are of kernels, and in no file."""
+
+OF_OLDER_VLLM = (
+    *("aqlm", "auto-round", "bitblas", "bitsandbytes", "cpu_awq", "deepgemm_fp8", "deepspeedfp", "gguf"),
+    *("gptq_bitblas", "gptq_marlin_24", "hqq", "ipex", "marlin", "neuron_quant", "petit_nvfp4", "ptpc_fp8", "qqq"),
+    *("rtn", "tpu_int8"),
+)
+"""Those that it had before."""
+
+OF_WRITERS = ("exl2", "exl3", "quip", "quip_sharp", "intel/auto-round", "paroquant", "mlx")
+"""Those of libraries that write files: GPTQModel 7.7 has paroquant."""
 
 
 def test_every_method_that_others_know_is_read_or_refused_by_its_name() -> None:
-    auto = pytest.importorskip("transformers.quantizers.auto")
-    theirs = {name.removesuffix("_4bit").removesuffix("_8bit") for name in auto.AUTO_QUANTIZER_MAPPING} - {"lowbit"}
-    known = theirs | VLLM | {"exl2", "exl3", "quip", "quip_sharp", "qqq", "intel/auto-round"}
+    """Of transformers and of writers, those that can't be read are refused with the reason."""
+    config = pytest.importorskip("transformers.utils.quantization_config")
+    in_files = {*(method.value for method in config.QuantizationMethod), *OF_WRITERS} - {"lowbit"}
+    known = in_files.union(OF_VLLM, OF_OLDER_VLLM)
+    assert in_files <= FORMATS.keys() | REFUSED.keys() <= known
     for method in known - FORMATS.keys():
         why = f", as {REFUSED[method]}" if method in REFUSED else ""
         message = f"quant_method='{method}' can't be imported{why}; what can is auto-round, "
         with pytest.raises(CheckpointError, match=re.escape(message)):
             format_of({"quant_method": method})
     assert all(format_of({"quant_method": method}) for method in FORMATS)
-    assert known >= FORMATS.keys() - {"mlx"} and known >= REFUSED.keys()
 
 
 FORMAT_VALUES: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
-    ("gptq-4-sym", "checkpoint_format", ("gptq", "gptq_v2", "ipex", "marlin"), ("bitblas", "qqq", "gptq_p2", "gguf")),
+    ("gptq-4-sym", "checkpoint_format", ("gptq", "gptq_v2", "ipex", "marlin"), ("bitblas", "qqq", "gptq_p", "gguf")),
     ("awq", "version", ("gemm", "gemv", "gemv_fast", "marlin", "exllama", "exllamav2", "ipex"), ("llm-awq", "qbits")),
     (
         "ct-pack-4",
@@ -795,23 +805,32 @@ FORMAT_VALUES: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
         (
             *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
             *("W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ", "W8A16"),
-            "W8A8_SQ_PER_CHANNEL",
+            *("W8A8_SQ_PER_CHANNEL", "FP8_BLOCK_SCALES"),
         ),
-        ("NVFP4_SVD", "INT8_SQ"),
+        ("NVFP4_SVD", "INT8_SQ", "FP8_PB_REAL"),
     ),
     (
         "auto-round-4",
         "packing_format",
         ("auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq", "auto_round:exllamav2"),
-        ("auto_round:fp8", "auto_round:llm_compressor", "auto_round:nv_fp4", "auto_round:mx_fp4", "llm_compressor"),
+        (
+            *("auto_round:fp8", "auto_round:llm_compressor", "auto_round:nv_fp4", "auto_round:mx_fp4"),
+            *("auto_round:mlx", "auto_round:fp8_static", "auto_round:fake", "llm_compressor"),
+        ),
     ),
-    ("auto-round-mxfp4", "data_type", ("mx_fp", "nv_fp", "fp", "int"), ("mx_int", "nvfp4_v2", "int_asym_dq", "fp4_v2")),
+    (
+        "auto-round-mxfp4",
+        "data_type",
+        ("mx_fp", "nv_fp", "fp", "int"),
+        ("mx_int", "nvfp4_v2", "int_sym_dq", "int_asym_dq", "int_asym_float_zp", "fp4_v2"),
+    ),
     ("bnb-nf4", "bnb_4bit_quant_type", ("nf4", "fp4"), ("af4", "int4")),
     ("mlx-4", "mode", ("affine",), ("mxfp4", "mxfp8", "nvfp4")),
     ("fp8-block", "fmt", ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")),
 ]
 """Entries that say how a library packs weights: a fixture, the entry, values of it that can be read, and others. These
-are the values of GPTQModel 7, AutoAWQ 0.2, compressed-tensors 0.20, ModelOpt 0.40, AutoRound 0.16 and mlx-lm."""
+are the values of GPTQModel 7.7, AutoAWQ 0.2, compressed-tensors 0.20, ModelOpt 0.47, AutoRound 0.16 and mlx-lm, and
+those that vLLM 0.33 has besides."""
 
 
 @pytest.mark.parametrize(("name", "entry", "known", "others"), FORMAT_VALUES, ids=lambda value: str(value)[:20])
@@ -833,6 +852,47 @@ def test_every_format_that_others_know_is_read_or_refused_by_its_name(
         assert f"{entry}='{value}'" in what_is_wrong(value)
     for value in known:
         assert f"{entry}='{value}'; " not in what_is_wrong(value)
+
+
+def test_every_type_of_quark_is_read_or_refused_by_its_name() -> None:
+    """Its `Dtype`s for weights, of version 0.13."""
+    config, tensors = parts("quark-uint4")
+    for dtype in (
+        *("int16", "uint16", "int32", "int3", "int2", "uint2", "bfloat16", "float16", "fp8_e5m2", "fp8_e5m3"),
+        *("mx", "mx6", "mx9", "bfp16"),
+    ):
+        with pytest.raises(CheckpointError, match=f"dtype='{dtype}' can't be read; those of int4, uint4, int8, uint8"):
+            read("quark-uint4", config | {"global_quant_config": {"weight": {"dtype": dtype}}}, tensors)
+
+
+@pytest.mark.parametrize("scheme", ["per_group", "per_block", "per_group e8m0", "per_block e8m0"])
+def test_scales_of_groups_and_blocks_of_quark(scheme: str) -> None:
+    """Blocks at the end may be smaller, and powers of two are bytes, in either type of torch."""
+    qscheme, _, exponents = scheme.partition(" ")
+    rows, columns = (1, 32) if qscheme == "per_group" else (16, 32)
+    about = {"dtype": "fp8_e4m3", "qscheme": qscheme, "group_size": 32, "block_size": [16, 32]}
+    about |= {"scale_type": "float8_e8m0fnu"} if exponents else {}
+    codes = torch.randint(0, 0x7E, (24, 128)).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.randint(120, 130, (-(-24 // rows), 4)).to(torch.uint8).view(torch.float8_e8m0fnu)
+    numbers = scales.float().repeat_interleave(rows, 0)[:24].repeat_interleave(columns, 1)
+    config = {"quant_method": "quark", "global_quant_config": {"weight": about}}
+    for stored in (scales, scales.view(torch.uint8)) if exponents else (scales.float(), scales.to(torch.bfloat16)):
+        found = lowbit.import_weight(config, {"weight": codes, "weight_scale": stored})
+        assert torch.equal(found.dequantize(), codes.float() * numbers)
+    with pytest.raises(CheckpointError, match=r"weight_scale must be |scales \[24, 2\] don't fit a weight of 24 x 128"):
+        lowbit.import_weight(config, {"weight": codes, "weight_scale": torch.ones(24, 2)})
+
+
+def test_blocks_of_modelopt() -> None:
+    """FP8_BLOCK_SCALES is another name for FP8_PB_WO; a layer may say how large its blocks are."""
+    codes = torch.randint(0, 0x7E, (192, 256)).to(torch.uint8).view(torch.float8_e4m3fn)
+    for size, about in ((128, {}), (64, {"group_size": 64}), (128, {"group_size": 16})):
+        scales = torch.rand(-(-192 // size), 256 // size)
+        layer = {"quant_algo": "FP8_BLOCK_SCALES", **about}
+        config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": layer}}
+        found = lowbit.import_weight(config, {"weight": codes, "weight_scale": scales}, name="a")
+        numbers = scales.repeat_interleave(size, 0)[:192].repeat_interleave(size, 1)
+        assert torch.equal(found.dequantize(), codes.float() * numbers)
 
 
 def test_formats_of_transformers() -> None:

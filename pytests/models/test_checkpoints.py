@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import CheckpointError
-from lowbit.pylib.checkpoints.registry import FORMATS, REFUSED
+from lowbit.pylib.checkpoints.description import FILES
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
@@ -387,30 +387,7 @@ def test_unknown_methods(tmp_path: Path) -> None:
             lowbit.open_checkpoint(tmp_path)
 
 
-OF_VLLM = (
-    *("aqlm", "auto-round", "awq", "awq_marlin", "bitblas", "bitsandbytes", "compressed-tensors", "cpu_awq"),
-    *("deepgemm_fp8", "deepspeedfp", "experts_int8", "fbgemm_fp8", "fp8", "fp_quant", "gguf", "gpt_oss_mxfp4", "gptq"),
-    *("gptq_bitblas", "gptq_marlin", "gptq_marlin_24", "hqq", "humming", "inc", "ipex", "marlin", "modelopt"),
-    *("modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16", "mxfp4", "mxfp8", "neuron_quant", "online"),
-    *("petit_nvfp4", "ptpc_fp8", "qqq", "quark", "rtn", "torchao", "tpu_int8"),
-)
-"""Names of vLLM's methods to quantize: most are of kernels, and in no file."""
-
-
-def test_all_methods_are_read_or_refused_by_name(tmp_path: Path) -> None:
-    """Of transformers, all that may be in files are read, or refused with the reason."""
-    config = pytest.importorskip("transformers.utils.quantization_config")
-    of_transformers = {method.value for method in config.QuantizationMethod}
-    assert of_transformers <= FORMATS.keys() | REFUSED.keys()
-    shutil.copytree(FIXTURES / "gptq-4", tmp_path, dirs_exist_ok=True)
-    for method in {*of_transformers, *OF_VLLM} - FORMATS.keys():
-        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
-        with pytest.raises(CheckpointError) as refused:
-            lowbit.open_checkpoint(tmp_path)
-        assert f"quant_method={method!r} can't be imported{', as ' if method in REFUSED else ';'}" in str(refused.value)
-
-
-@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json", "config.json"])
+@pytest.mark.parametrize("name", [*FILES, "config.json"])
 def test_descriptions_that_are_damaged(name: str, tmp_path: Path) -> None:
     """Whatever stands in a description is an error that names a file, or describes nothing."""
     shutil.copy(FIXTURES / "gptq-4" / SINGLE, tmp_path)

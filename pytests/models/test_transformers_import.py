@@ -195,6 +195,8 @@ PLACES: dict[str, Any] = {
     "two parts": lambda entries: {name: {"quantization_config": entries} for name in ("llm_config", "audio_config")},
     "quant_config.json": lambda entries: {},
     "quantize_config.json": lambda entries: {},
+    "quantize_config.json of AWQ": lambda entries: {},
+    "quantization_config.json": lambda entries: {},
     "hf_quant_config.json": lambda entries: {},
 }
 
@@ -202,16 +204,17 @@ PLACES: dict[str, Any] = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_description_in_another_place(place: str, tmp_path: Path) -> None:
     """config.json may describe the parts of a model, and libraries have files of their own."""
-    name = {"quantize_config.json": "gptq-4", "hf_quant_config.json": "modelopt-nvfp4"}.get(place, "awq")
+    names = {"quantize_config.json": "gptq-4", "hf_quant_config.json": "modelopt-nvfp4"}
+    name = (names | {"quantization_config.json": "auto-round-4"}).get(place, "awq")
     path = llama(name, tmp_path)
     about = json.loads((path / "config.json").read_text())
     entries = about.pop("quantization_config")
     (path / "config.json").write_text(json.dumps(about | PLACES[place](entries)))
-    if place == "quant_config.json":  # as AWQ had it at first
+    if place in ("quant_config.json", "quantize_config.json of AWQ"):  # as AWQ had it at first
         del entries["quant_method"]
         early = {"w_bit": entries.pop("bits"), "q_group_size": entries.pop("group_size"), **entries}
-        (path / place).write_text(json.dumps(early))
-    elif place == "quantize_config.json":
+        (path / place.removesuffix(" of AWQ")).write_text(json.dumps(early))
+    elif place in ("quantize_config.json", "quantization_config.json"):
         (path / place).write_text(json.dumps(entries))
     elif place == "hf_quant_config.json":
         written = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": None}

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackError, QuantConfig, SpecError
 from lowbit.pylib.build import driver
+from lowbit.pylib.checkpoints.contents import contents
 from lowbit.pylib.checkpoints.registry import import_experts
 from lowbit.pylib.experts import by_kernel
 from lowbit.pylib.integrations.serving import experts as vllm_experts
@@ -142,6 +143,22 @@ def test_embeddings_without_a_name(tmp_path: Path) -> None:
     names = Names(opened(tmp_path))
     assert names.take_table("", (48, 64)) == names.take_table("embed", (1, 1)) == ("embed",)
     assert names.take_table("", (64, 64)) == ()
+
+
+def test_embeddings_of_other_libraries_without_a_name(tmp_path: Path) -> None:
+    """Only their tensors say how large they are. Without the scale, codes are nobody's, and no dense embedding."""
+    scheme = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": scheme}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    tensors = {"weight": torch.randint(-128, 128, (48, 64)).to(torch.int8), "weight_scale": torch.ones(48, 1)}
+    save_file({f"model.embed.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    names = Names(opened(tmp_path))
+    assert names.take_table("", (48, 64)) == ("model.embed",) and names.take_table("", (64, 64)) == ()
+    save_file({"model.embed.weight": tensors["weight"]}, tmp_path / "model.safetensors")
+    opened.cache_clear()
+    for read in (opened, contents):
+        with pytest.raises(CheckpointError, match=r"embed.weight is I8, of a quantized layer that lacks a tensor"):
+            read(tmp_path)
 
 
 def test_fused_modules_have_a_name_of_their_own(tmp_path: Path) -> None:

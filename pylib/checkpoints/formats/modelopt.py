@@ -1,6 +1,7 @@
 """NVIDIA ModelOpt's FP8, MXFP8, NVFP4, MXFP4, INT8, and INT4 with AWQ (modelopt/torch/export/quant_utils.py).
 
-    FP8     weight e4m3 [n, k]; weight_scale f32 [], [n], or for blocks of 128 x 128 [n / 128, k / 128]
+    FP8     weight e4m3 [n, k]; weight_scale f32 [], [n], or for blocks of 128 x 128 [n / 128, k / 128]; a layer with
+            a "group_size" has blocks of so many rows and columns
     MXFP8   weight e4m3 [n, k]; weight_scale uint8 [n, k / 32], powers of two
     NVFP4   weight uint8 [n, k / 2], each row a stream of e2m1 codes; weight_scale e4m3 [n, k / 16], with FP8 inputs
             (W4A8) [n, k / 32]; weight_scale_2 f32
@@ -37,8 +38,8 @@ from lowbit.pylib.checkpoints.unpack import from_stream
 BLOCK = Block(128, 128)
 INT4, MIXED = ("W4A16_AWQ", "W4A8_AWQ"), "MIXED_PRECISION"
 ALGORITHMS = (
-    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"),
-    *("MXFP4", "W4A8_MXFP4_FP8", "NVFP4_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", *INT4, MIXED),
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "MXFP8", "NVFP4", "W4A16_NVFP4"),
+    *("W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "NVFP4_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", *INT4, MIXED),
 )
 
 
@@ -75,7 +76,9 @@ def _scales(module: ModuleTensors, weight: Tensor) -> Tensor:
     if given is not None and given.dtype == torch.uint8:
         return scales_of_columns(module, n, k)
     scales = module.take("weight_scale", FLOATS, 2 if given is None else given.ndim).float()
-    return of_blocks(scales.squeeze((1, 3)) if scales.ndim == 4 else scales, (n, k), [BLOCK])
+    size = _entry(module, "group_size")
+    blocks = [Block(size, size), BLOCK] if isinstance(size, int) and size > 0 else [BLOCK]
+    return of_blocks(scales.squeeze((1, 3)) if scales.ndim == 4 else scales, (n, k), blocks)
 
 
 def _mxfp4(module: ModuleTensors, packed: Tensor) -> Imported:

@@ -5,7 +5,8 @@
                   per_channel          weight int32 [n, k / 8], weight_scale [n], weight_zero_point int32 [n / 8]
     int8, uint8   per_group            weight [k, n], weight_scale and weight_zero_point [groups, n]
                   per_channel          weight [n, k], weight_scale and weight_zero_point [n]; or [] of "per_tensor"
-    fp8_e4m3                           weight [n, k], weight_scale [] or [n]
+    fp8_e4m3                           weight [n, k], weight_scale [] or [n]; per_group [n, groups]; per_block one for
+                                       each block of "block_size"; bytes where they are e8m0
     fp4, fp6      per_group with e8m0  weight uint8, each row a stream of codes; weight_scale uint8 [n, k / 32]
     fp4           in two stages        the same with scales as in nvfp4.py
 
@@ -23,12 +24,12 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
-from lowbit.pylib.checkpoints.blocks import spread
+from lowbit.pylib.checkpoints.blocks import Block, of_blocks, spread
 from lowbit.pylib.checkpoints.config_entries import anything, named, one_of
 from lowbit.pylib.checkpoints.formats import nvfp4
 from lowbit.pylib.checkpoints.formats.awq import in_order
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.formats.gpt_oss import MX, scales_of_columns
+from lowbit.pylib.checkpoints.formats.gpt_oss import MX, powers_of_two, scales_of_columns
 from lowbit.pylib.checkpoints.imported import Imported, integers
 from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_stream
@@ -46,7 +47,7 @@ def read(module: ModuleTensors) -> Imported:
         raise CheckpointError(f"weights of dtype={dtype!r} can't be read; those of {', '.join(DTYPES)} can")
     if dtype in SMALL_FLOATS:
         return _small_floats(module, SMALL_FLOATS[dtype], scheme)
-    return _float8(module) if dtype == "fp8_e4m3" else _integers(module, dtype, scheme)
+    return _float8(module, scheme) if dtype == "fp8_e4m3" else _integers(module, dtype, scheme)
 
 
 def _scheme(module: ModuleTensors) -> Mapping[str, Any]:
@@ -129,13 +130,32 @@ def _rows(t: Tensor, n: int) -> Tensor:
 # -- floats
 
 
-def _float8(module: ModuleTensors) -> Imported:
+def _float8(module: ModuleTensors, scheme: Mapping[str, Any]) -> Imported:
     weight = module.take("weight", torch.float8_e4m3fn, 2)
     given = module.tensors.get("weight_scale")
-    scales = _rows(module.take("weight_scale", FLOATS, 0 if given is None else given.ndim), len(weight))
-    if len(scales) != len(weight) or weight.shape[1] % scales.shape[1]:
-        raise CheckpointError(f"weight_scale {list(scales.shape)} doesn't fit weight {list(weight.shape)}")
+    kinds = EXPONENTS if _has_exponents(scheme) else FLOATS
+    stored = module.take("weight_scale", kinds, 0 if given is None else given.ndim)
+    scales = of_blocks(stored.view(torch.uint8) if kinds is EXPONENTS else stored, weight.shape, [_block(scheme)])
+    scales = powers_of_two(scales) if kinds is EXPONENTS else scales
     return Imported(weight.contiguous().view(torch.uint8), scales, weight="f8e4m3", bias=module.bias())
+
+
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def _has_exponents(scheme: Mapping[str, Any]) -> bool:
+    return "e8m0" in str(scheme.get("scale_format")) or "e8m0" in str(scheme.get("scale_type"))
+
+
+def _block(scheme: Mapping[str, Any]) -> Block | None:
+    """Returns the block of a weight that shares a scale; None for rows, and for all of it."""
+    match scheme.get("qscheme"):
+        case "per_group":
+            return Block.of([1, scheme.get("group_size")])
+        case "per_block":
+            return Block.of(scheme.get("block_size"))
+        case _:
+            return None
 
 
 def _small_floats(module: ModuleTensors, weight: str, scheme: Mapping[str, Any]) -> Imported:

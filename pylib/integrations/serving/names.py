@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from lowbit.dialect.errors import CheckpointError
@@ -50,7 +51,6 @@ class Names:
 
     low_bit   names in the checkpoint of modules that are quantized, each with the names of its tensors there, by those
               that they have in the module
-    tables    the sizes of those among them that may be embeddings
     taken     those of low_bit that layers of vLLM have asked for
     """
 
@@ -58,11 +58,15 @@ class Names:
         dense = [name.removesuffix(_WEIGHT) for name in checkpoint.dense if name.endswith(_WEIGHT)]
         self.low_bit = {m: checkpoint.names_of(m) | checkpoint.rotation_names_of(m) for m in checkpoint.modules}
         self._unused = {name for name in checkpoint.rotations if checkpoint.is_of_attention(name)}
-        self.tables = _tables(checkpoint)
         self.taken: dict[str, Place] = {}
-        self._rotated = checkpoint if checkpoint.rotations or checkpoint.transforms else None
+        self._checkpoint = checkpoint
         self._modules = {name: name for name in (*checkpoint.modules, *dense)}
         self._rename: Callable[[str], str | None] = str
+
+    @cached_property
+    def tables(self) -> dict[str, tuple[int, int]]:
+        """The sizes of low-bit modules that may be embeddings."""
+        return _tables(self._checkpoint)
 
     def rename(self, renamed: Callable[[str], str | None]) -> None:
         """Take over vLLM's names, which it gives to tensors of the checkpoint; None for those that it leaves out."""
@@ -166,10 +170,9 @@ class Names:
     def _check_unturned(self, modules: Collection[str], kind: str, may_be_scaled: bool = False) -> None:
         """Raise CheckpointError for modules of the checkpoint that are to be rotated or scaled, and are no low-bit
         linear layers."""
-        if self._rotated is not None:
-            self._rotated.check_unturned(modules, kind)
-            if not may_be_scaled:
-                self._rotated.check_unscaled(modules)
+        self._checkpoint.check_unturned(modules, kind)
+        if not may_be_scaled:
+            self._checkpoint.check_unscaled(modules)
 
     def _module(self, parent: str, leaf: str) -> str:
         name = f"{parent}.{leaf}".lstrip(".")
@@ -178,9 +181,11 @@ class Names:
 
 def _tables(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     """Returns the sizes of modules that stand alone in what is around them, as embeddings do, unlike linear layers."""
-    if checkpoint.format is not None:
-        return {}
     parents = Counter(name.rpartition(".")[0] for name in checkpoint.modules)
     alone = [n for n in checkpoint.modules if parents[n.rpartition(".")[0]] == 1 and not n.endswith(HEAD)]
-    specs = {name: read_spec(checkpoint.tensors[name + EXTRA_STATE]) for name in alone}
+    if checkpoint.format is None:
+        specs = {name: read_spec(checkpoint.tensors[name + EXTRA_STATE]) for name in alone}
+    else:  # only tensors say sizes: those of modules in a layer, of which one may be low-bit, need not be read
+        outside = [name for name in alone if not any(part.isdecimal() for part in name.split("."))]
+        specs = {name: checkpoint.load_between(name, "bf16")[0].spec for name in outside}
     return {name: (spec.n, spec.k) for name, spec in specs.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import CheckpointError, PackError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec, interned
-from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint, check_dense, open_checkpoint
 from lowbit.pylib.checkpoints.layers import layer_of
 from lowbit.pylib.checkpoints.registry import import_between, without_zero_bias
 from lowbit.pylib.checkpoints.transforms import Rotations, are_alike
@@ -181,8 +181,13 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=2)
 def opened(folder: Path) -> Checkpoint:
-    """Returns the checkpoint in a folder. It is kept while layers are made; `opened.cache_clear()` closes it."""
-    return open_checkpoint(folder)
+    """Returns the checkpoint in a folder. It is kept while layers are made; `opened.cache_clear()` closes it.
+
+    Raises CheckpointError for codes that belong to no low-bit layer: a server would take them for a dense layer's.
+    """
+    checkpoint = open_checkpoint(folder)
+    check_dense(checkpoint, checkpoint.dense)
+    return checkpoint
 
 
 def check_whole(folder: Path) -> None:
