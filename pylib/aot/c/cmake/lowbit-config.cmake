@@ -16,7 +16,7 @@ set(LOWBIT_PYTHON "" CACHE FILEPATH "The Python that has lowbit; without it, the
 # The folder that has the runtime, and its files.
 function(_lowbit_find_sources root sources)
   get_filename_component(above "${CMAKE_CURRENT_FUNCTION_LIST_DIR}" DIRECTORY)
-  set(files files.c json.c cpu.c quantize.c cuda.c pack.c packing.c range.c saved.c lowbit.c tvm_ffi.c)
+  set(files files.c json.c cpu.c quantize.c cuda.c pack.c packing.c fold.c range.c saved.c lowbit.c tvm_ffi.c)
   list(TRANSFORM files PREPEND "${above}/src/")
   set(${root} "${above}" PARENT_SCOPE)
   set(${sources} "${files}" PARENT_SCOPE)
