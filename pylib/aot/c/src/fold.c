@@ -7,8 +7,8 @@
 #include "numbers.h"
 #include "packing.h"
 
-static const double LARGEST = 448;    /* of f8e4m3 */
-static const double LEAST_LOST = 8;   /* the part of a row's largest weight that is an error to lose */
+static const double LARGEST = 448;  /* of f8e4m3 */
+static const double LEAST_LOST = 8; /* the part of a row's largest weight that is an error to lose */
 enum { LEAST_EXPONENT = -126, MOST_EXPONENT = 127 };
 static const char *const SCALED[] = {"scales",        "offsets",       "scale_scales",
                                      "scale_offsets", "offset_scales", "offset_offsets"};
@@ -26,7 +26,8 @@ typedef struct {
     double low, high, values[256], table[256];
 } weight;
 
-static tensor_slot named(const lowbit_matmul *h, const char *role, const char *suffix, const lowbit_given *given, int count) {
+static tensor_slot named(const lowbit_matmul *h, const char *role, const char *suffix, const lowbit_given *given,
+                         int count) {
     char name[MOST_NAME];
     snprintf(name, sizeof name, "%s%s", role, suffix);
     for (json each = json_first(json_member(h->weight, "given")); each; each = json_next(each))
