@@ -90,6 +90,21 @@ class ModuleTensors:
             raise CheckpointError(f"the quantization_config has {name}={value!r}; what can be read is {known}")
         return value
 
+    def one_choice(self, names: Sequence[str], allowed: Sequence[Any], default: Any) -> Any:
+        """Returns an entry that has several names, or the default if there is none. Texts may have any case.
+
+        Raises CheckpointError for two that differ.
+        """
+        said = {name: self.config[name] for name in names if self.config.get(name) is not None}
+        said = {name: value.lower() if isinstance(value, str) else value for name, value in said.items()}
+        for name, value in said.items():
+            if value not in allowed:
+                self.choice(name, allowed)
+            if value != next(iter(said.values())):
+                both = " and ".join(f"{key}={self.config[key]!r}" for key in said)
+                raise CheckpointError(f"the quantization_config has {both}; they must be the same")
+        return next(iter(said.values()), default)
+
     def json(self, name: str) -> dict[str, Any]:
         """Returns the JSON dictionary that a tensor of bytes holds."""
         t = self.take(name, torch.uint8, 1)

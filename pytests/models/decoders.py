@@ -342,6 +342,23 @@ def _spqr_outliers(t: State, n: int) -> list[tuple[int, int]]:
     return [(16 * b + (i - offsets[b]) % 16, words[i]) for b, i in blocks if words[i] >> 16 & 0x7FFF]
 
 
+def exl2(config: dict[str, Any], t: State) -> Decoded:
+    """Group by group, of rows that lie one below the other; each number of scales and zeros is one of f16."""
+    columns, places, words, n = t["q_weight"].shape[1], t["q_invperm"], t["q_weight"], len(t["bias"])
+    pairs = t["q_groups"].reshape(-1, 2).astype(int)
+    numbers, parts, left = stream(t["q_scale"], 4, columns) + 1, list[Decoded](), len(places)
+    for (bits, first), (_, end), number, most in zip(
+        pairs, [*pairs[1:], (0, len(words))], numbers, t["q_scale_max"], strict=True
+    ):
+        count = min((end - first) * 32 // bits, left)
+        left -= count
+        scale = (number * number).astype(np.float16) * (most / np.float16(256))
+        codes = stream(words[first:end].T, bits, count) - (1 << bits >> 1)
+        parts.append(affine(codes, scale.astype(np.float64)[:, None]))
+    value, size = (np.concatenate(rows, 1)[:n, places] for rows in zip(*parts, strict=True))
+    return value, size
+
+
 def torchao(config: dict[str, Any], t: State) -> Decoded:
     data, scales, zeros = t["_weight_qdata"], t["_weight_scale"], t.get("_weight_zero_point")
     if zeros is not None and zeros.dtype.kind == "f":
@@ -357,6 +374,7 @@ DECODERS: dict[str, Callable[[dict[str, Any], State], Decoded]] = {
     "bitnet": bitnet,
     "bitsandbytes": bitsandbytes,
     "compressed-tensors": compressed_tensors,
+    "exl2": exl2,
     "fbgemm_fp8": fp8,
     "fp8": fp8,
     "gptq": gptq,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import spread
-from lowbit.pylib.checkpoints.config_entries import named, one_of
+from lowbit.pylib.checkpoints.config_entries import named
 from lowbit.pylib.checkpoints.formats import marlin
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported, check_middle, integers
@@ -31,17 +31,15 @@ from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check
 from lowbit.pylib.checkpoints.unpack import from_stream
 
 BITS = 4
+VERSION = ("version", "checkpoint_format", "format")
+"""Names of the entry that says which layout it is: AutoAWQ's, and GPTQModel's."""
 NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds the code of row 8i + j, for each j."""
 
 
 def read(module: ModuleTensors) -> Imported:
     module.choice("bits", (BITS,))
-    version = module.config.get("version") or "gemm"
-    if not isinstance(version, str) or version.lower() not in READERS:
-        known = ", ".join(map(repr, READERS))
-        raise CheckpointError(f"the quantization_config has version={version!r}; what can be read is {known}")
-    return READERS[version.lower()](module)
+    return READERS[module.one_choice(VERSION, tuple(READERS), "gemm")](module)
 
 
 def _gemm(module: ModuleTensors) -> Imported:
@@ -124,9 +122,5 @@ READERS: Mapping[str, Callable[[ModuleTensors], Imported]] = {
     "marlin": lambda module: marlin.read(module, "qweight", "scales"),
 }
 """By "version" of the configuration."""
-ENTRIES = {
-    **named("bits", "group_size", "zero_point", "version", "sym", "desc_act", "pack_dtype"),
-    "format": one_of(*READERS),
-    "checkpoint_format": one_of(*READERS),
-}
+ENTRIES = named("bits", "group_size", "zero_point", "sym", "desc_act", "pack_dtype", *VERSION)
 FORMAT = Format((".qweight",), (".qzeros", ".scales", ".bias", ".workspace"), read, ENTRIES)

@@ -43,7 +43,8 @@ def read(module: ModuleTensors) -> Imported:
 
 
 ENTRIES = {
-    **named("weight_block_size", "scale_fmt"),
+    **named("weight_block_size"),
+    "scale_fmt": one_of("float", "ue8m0"),
     "fmt": one_of("e4m3", "float8_e4m3fn"),
     "expert_dtype": one_of("fp8"),
 }

@@ -33,7 +33,7 @@ WORDS = (torch.int32, torch.int8, torch.int16, torch.int64)
 
 
 def read(module: ModuleTensors) -> Imported:
-    version = module.choice("checkpoint_format", ("gptq", "gptq_v2", "ipex", "marlin"), "gptq")
+    version = module.one_choice(("checkpoint_format", "format"), ("gptq", "gptq_v2", "ipex", "marlin"), "gptq")
     if version == "marlin" or module.config.get("is_marlin_format"):
         return marlin.read(module, "B", "s")
     qweight, scales = module.take("qweight", WORDS, 2), module.floats("scales", 2)
@@ -98,7 +98,8 @@ def _zeros(module: ModuleTensors, bits: int, scales: Tensor, less_one: bool) -> 
     return zeros + 1 & ((1 << bits) - 1) if less_one else zeros
 
 
-_OF_A_LAYER = named("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "pack_dtype")
-ENTRIES = {**_OF_A_LAYER, **named("is_marlin_format"), "dynamic": {"*": _OF_A_LAYER}}
+_OF_A_LAYER = named("bits", "group_size", "sym", "desc_act", "pack_dtype")
+_OF_ALL = named("checkpoint_format", "format", "is_marlin_format")
+ENTRIES = {**_OF_A_LAYER, **_OF_ALL, "dynamic": {"*": _OF_A_LAYER}}
 _OTHERS = (".qzeros", ".scales", ".g_idx", ".bias", ".s", ".workspace")
 FORMAT = Format((".qweight", ".B"), _OTHERS, read, ENTRIES)
