@@ -41,7 +41,7 @@ def print_module(module: ir.Module, debug_info: bool = False) -> str:
 def print_numbered(
     module: ir.Module, number_of: Callable[[Any], int | None]
 ) -> tuple[str, list[int | None]]:
-    """The text of a module as `print_module` gives it, and for every line of it the number of its operation.
+    """The text of a valid module as `print_module` gives it, and for every line of it the number of its operation.
 
     number_of   the number of an operation, at least 1, by its location; None for one without
     """
@@ -54,7 +54,7 @@ def print_numbered(
     with module.context:
         operation = operation.clone()
         name_values(operation, place_of)
-    text = operation.get_asm(enable_debug_info=True, use_name_loc_as_prefix=True)
+    text = operation.get_asm(enable_debug_info=True, use_name_loc_as_prefix=True, assume_verified=True)
     own = to_own(text)
     has_own = own != text
     lines = without_locations(with_aliases(own) if has_own else text)

@@ -14,26 +14,37 @@ from lowbit.dialect.assembly.statement import plain
 from lowbit.dialect.assembly.tokens import Reader
 
 _PREFIX = "!lowbit."
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_BEGIN = re.compile(rf"{_STRING}|//[^\n]*|({re.escape(_PREFIX)}[\w$.\-]+)")
+_MARK = re.compile(rf"{_STRING}|->|[<>]")
 
 
 def with_aliases(text: str) -> str:
     """The text with aliases for all types of the dialect."""
-    reader = Reader.of(text)
     aliases: dict[str, str] = {}
     written: list[str] = []
     start = 0
-    while reader.at < reader.end:
-        token = reader.next
-        if token.kind != "word" or not token.text.startswith(_PREFIX):
-            reader.at += 1
+    for found in _BEGIN.finditer(text):
+        if not found[1] or found.start() < start:  # a string, a comment, or within a type
             continue
-        type_ = plain(reader.type())
+        end = _end(text, found.end())
+        type_ = plain(text[found.start() : end])
         if type_ not in aliases:
             aliases[type_] = _unused(_stem(type_), aliases)
-        written += [text[start : token.start], aliases[type_]]
-        start = reader.tokens[reader.at - 1].end
+        written += [text[start : found.start()], aliases[type_]]
+        start = end
     definitions = [f"{alias} = {type_}\n" for type_, alias in aliases.items()]
     return "".join([*definitions, *written, text[start:]])
+
+
+def _end(text: str, at: int) -> int:
+    """Where a type ends whose name ends at a place: behind its parameters, if it has some."""
+    depth = 0
+    for mark in _MARK.finditer(text, at) if text.startswith("<", at) else ():
+        depth += {"<": 1, ">": -1}.get(mark[0], 0)
+        if not depth:
+            return mark.end()
+    return at
 
 
 def _stem(type_: str) -> str:

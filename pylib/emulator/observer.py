@@ -174,14 +174,13 @@ class Watch:
         """Threads touch `size` bytes each, at these offsets of shared memory."""
         access = self._launch.accesses.setdefault(self._instruction, Access())
         ends = [*(np.flatnonzero(np.diff(lanes // WARP)) + 1).tolist(), len(lanes)]
+        if not access.requests:
+            access.first = offset[: ends[0]].tolist(), size
         for begin, end in zip([0, *ends], ends):
-            of_warp = offset[begin:end]
-            passes, least = wavefronts(of_warp, size)
-            if not access.requests:
-                access.first = of_warp.tolist(), size
-            access.requests += 1
+            passes, least = wavefronts(offset[begin:end], size)
             access.passes += passes
             access.least += least
+        access.requests += len(ends)
         words = offset[:, None] // BANK_BYTES + np.arange(max(1, size // BANK_BYTES))
         access.words.update(words.ravel().tolist())
 

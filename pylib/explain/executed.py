@@ -38,7 +38,7 @@ _MOST_BYTES = 1 << 28  # of x and y: a matrix of 16384 rows and 4096 columns eac
 
 
 def run_one_cluster(request: KernelRequest, launch: Launch, ptx: str, m: int) -> observer.Launch:
-    """What the first cluster of a launch for m rows does, on random data; of very many, for `rows_emulated`."""
+    """What the first cluster of a launch for m rows does, with random x; of very many, for `rows_emulated`."""
     given, sm_count = arguments(request, launch, rows_emulated(request, m)), request.target.multiprocessors
     seen = first_cluster(lambda: Emulator(ptx).run(launch, given), sm_count)
     if seen is None:
@@ -65,8 +65,9 @@ def first_cluster(run: Callable[[], object], sm_count: int | None = None) -> obs
 
 
 def arguments(request: KernelRequest, launch: Launch, m: int) -> dict[str, Any]:
-    """Arguments of a kernel for m rows, by name; of experts m is the number of slots, or of rows of y. They are random
-    but for codes, which are all 0: no kernel does one thing or another by them, and there are up to gigabytes."""
+    """Arguments of a kernel for m rows, by name; of experts m is the number of slots, or of rows of y. x is random, and
+    so are outliers; other numbers of the weight are 0: no kernel does one thing or another by them, and there are up to
+    gigabytes."""
     spec = request.spec
     tensors = {slot.name: _tensor(spec, slot) for slot in spec.tensors}
     tensors |= _given(request, m) | _written(request, m)
@@ -78,9 +79,9 @@ def arguments(request: KernelRequest, launch: Launch, m: int) -> dict[str, Any]:
 
 def _tensor(spec: MatmulSpec, slot: TensorSlot) -> Tensor:
     """A tensor of the packed weight."""
-    if slot.role == "codes":  # by NumPy, whose memory takes no room before it is read
-        return torch.from_numpy(np.zeros(slot.shape, np.int32))
-    return random_tensor(spec, slot, "cpu")
+    if slot.role in ("outliers", "permutation"):
+        return random_tensor(spec, slot, "cpu")
+    return torch.from_numpy(np.zeros(slot.nbytes, np.uint8))  # by NumPy: its memory takes no room before it is read
 
 
 def _given(request: KernelRequest, m: int) -> dict[str, Tensor]:

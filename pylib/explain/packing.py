@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -211,6 +211,7 @@ _FIELDS: tuple[tuple[str, int, tuple[int, int, int, int]], ...] = (
 """What a line of outliers holds, its bits, and which argument of `_line` they are of."""
 
 
+@cache
 def words_of_line() -> Grid:
     """A line of outliers: two are packed, and again with one bit of them changed."""
     cells = [[Cell("", "nothing")] * WORD for _ in range(LINE)]
@@ -252,6 +253,7 @@ def values_of(title: str, about: str, values: Sequence[float] | NDArray[np.float
     return Grid(title, f"{about}, sixteen in a row.", "code", columns, tuple(rows))
 
 
+@cache
 def lanes_of_block() -> Grid:
     """Which lane has which code of a block of 16 x 16: the A fragment of mma.m16n8k16."""
     order = Packing.fragment_order()

@@ -58,6 +58,7 @@ def _lines(text: str) -> list[str]:
     return escape(text, quote=False).removesuffix("\n").split("\n")
 
 
+@functools.lru_cache(maxsize=1024)
 def coloured_python(text: str) -> list[str]:
     """The lines of Python as HTML."""
     lines = [""]

@@ -639,6 +639,7 @@ def test_weights_of_a_cluster(n: int, k: int, m: int, target: str) -> None:
     seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
     arguments = executed.arguments(wanted, compiled.launch, m)
     arguments["codes"].view(np.uint8).fill(0x11)
+    arguments["scales"].view(np.float16).fill(1)
     Emulator(compiled.ptx).run(compiled.launch, arguments, blocks=[(0, 0, 0)])
     written = np.frombuffer(arguments["y"], np.float16).reshape(m, n)[0] != 0
     assert executed.weights_of_cluster(wanted, seen) == -(-written.sum() // 16) * 16 * k

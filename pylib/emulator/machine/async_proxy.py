@@ -17,12 +17,13 @@ _ROW = 16  # bytes that a wgmma reads together; no write crosses their borders
 
 
 class AsyncProxy:
-    """Per byte: whether a write is not fenced yet, and whose fence it needs. Per row of 16: how many wgmma in flight
-    read it."""
+    """Per byte: whether a write is not fenced yet, whose fence it needs, and whether it is that of the one who wrote it
+    alone. Per row of 16: how many wgmma in flight read it."""
 
     def reset(self, size: int) -> None:
         self.unfenced = np.zeros(size, np.bool_)
         self.writer = np.zeros(size, np.int32)
+        self.unshown = np.zeros(size, np.bool_)
         self.readers = np.zeros(size // _ROW, np.int32)
 
     def check_write(self, lanes: Array, row: Array, size: int) -> None:
@@ -33,16 +34,18 @@ class AsyncProxy:
         """`own`: by threads of this block; the writes of others need a fence here."""
         self.unfenced.reshape(-1, size)[row] = True
         self.writer.reshape(-1, size)[row] = lanes[:, None] if own else _ANYONE
+        self.unshown.reshape(-1, size)[row] = own
 
     def fence(self, lanes: Array) -> None:
         self.unfenced &= (self.writer != _ANYONE) & ~np.isin(self.writer, lanes)
 
     def publish(self, members: Array | None) -> None:
         """A barrier shows others what `members` (a mask; None: all) have written; their fence will do from now on."""
-        written = np.flatnonzero(self.unfenced)
+        written = np.flatnonzero(self.unshown)
         if members is not None:
             written = written[members[self.writer[written]]]
         self.writer[written] = _ANYONE
+        self.unshown[written] = False
 
     def begin_read(self, lanes: Array, row: Array) -> None:
         self._check_fenced(lanes, row, _ROW, "wgmma reads shared memory that")
