@@ -39,15 +39,33 @@ class Event(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy to shared memory was under way from one step to another; `bytes` of it begin at offset `start`."""
+    """A copy to shared memory was under way from one step to another.
+
+    parts   the stretches of shared memory that it fills, each from its first byte to behind the last
+    end     the step in which it landed; None where nobody waited for it
+    """
 
     block: int
     instruction: int
     warps: tuple[int, ...]
-    start: int
-    bytes: int
+    parts: tuple[tuple[int, int], ...]
     begin: int
     end: int | None
+
+    @property
+    def start(self) -> int:
+        """The first byte."""
+        return self.parts[0][0]
+
+    @property
+    def bytes(self) -> int:
+        return sum(end - begin for begin, end in self.parts)
+
+    @property
+    def written(self) -> str:
+        """What it copies, and where to, in words."""
+        more = f" and {len(self.parts) - 1} more places" if len(self.parts) > 1 else ""
+        return f"{self.bytes} bytes to byte {self.start}{more}"
 
 
 @dataclass
@@ -188,12 +206,14 @@ class Watch:
         """A copy to rows of `size` bytes is issued."""
         if not self._launch.whole:
             return
-        copies, offsets = self._launch.copies, (row * size).tolist()
-        flying = [len(copies), len(offsets)]
-        self._flying |= dict.fromkeys(offsets, flying)
-        bytes_ = len(offsets) * size
-        where = min(offsets, default=0)
-        copies.append(Copy(self._number, self._instruction, self._warps, where, bytes_, self._observer.time - 1, None))
+        copies, offsets = self._launch.copies, np.unique(row * size)
+        if not len(offsets):
+            return
+        self._flying |= dict.fromkeys(offsets.tolist(), [len(copies), len(offsets)])
+        last = np.append(np.diff(offsets) != size, True)
+        ends, begins = offsets[last] + size, offsets[np.roll(last, 1)]
+        parts = tuple(zip(begins.tolist(), ends.tolist()))
+        copies.append(Copy(self._number, self._instruction, self._warps, parts, self._observer.time - 1, None))
 
     def land_copy(self, row: Array, size: int) -> None:
         """These rows are there."""

@@ -68,7 +68,8 @@ def shared_map(seen: Launch) -> Bars:
         words.setdefault(seen.kernel.instructions[number].name, set()).update(access.words)
     for copy in seen.copies:
         name = seen.kernel.instructions[copy.instruction].name
-        words.setdefault(name, set()).update(range(copy.start // BANK_BYTES, (copy.start + copy.bytes) // BANK_BYTES))
+        for begin, end in copy.parts:
+            words.setdefault(name, set()).update(range(begin // BANK_BYTES, end // BANK_BYTES))
     end = BANK_BYTES * (max(max(each) for each in words.values()) + 1)
     about, rows = "Which bytes of a block's shared memory each kind of instruction touched.", []
     for hue, (name, touched) in enumerate(words.items()):
@@ -175,4 +176,4 @@ def timeline(seen: Launch) -> Bars:
 def _flight(seen: Launch, copy: Copy) -> str:
     name = seen.kernel.instructions[copy.instruction].name
     end = f"to step {copy.end}" if copy.end else "to the end"
-    return f"{name}: {copy.bytes} bytes to byte {copy.start}, from step {copy.begin} {end}"
+    return f"{name}: {copy.written}, from step {copy.begin} {end}"

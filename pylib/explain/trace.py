@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ WAITS = ("bar", "barrier", "mbarrier", "wgmma.wait_group", "cp.async.wait_group"
 
 def save_trace(launches: Sequence[Launch], path: Path) -> None:
     """Writes launches as JSON in Chrome's trace format. Raises SpecError where the file can't be written."""
-    events = [event for number, launch in enumerate(launches) for event in trace_events(launch, 10_000 * number)]
+    firsts = accumulate((len(launch.blocks) for launch in launches), initial=0)
+    events = [event for first, launch in zip(firsts, launches) for event in trace_events(launch, first)]
     with writing(path):
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
@@ -37,7 +39,7 @@ def trace_events(launch: Launch, first: int = 0) -> Iterator[dict[str, Any]]:
         yield from _of_warp(launch, events, first + block, warp)
     for number, copy in enumerate(launch.copies):
         instruction = launch.kernel.instructions[copy.instruction]
-        name = f"{instruction.opcode} {copy.bytes} bytes to {copy.start}"
+        name = f"{instruction.opcode} {copy.written}"
         where = {"pid": first + copy.block, "tid": copy.warps[0]}
         about = {"cat": "copies", "id": f"{first}:{number}", "name": name, **where}
         yield about | {"ph": "b", "ts": copy.begin, "args": {"PTX": instruction.text}}

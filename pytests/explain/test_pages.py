@@ -39,8 +39,8 @@ from lowbit.passes.targets import GPUS, parse_target
 from lowbit.pylib.build import host_programs
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.explain import executed, measured
-from lowbit.pylib.explain.activity import bank_turns, banks
+from lowbit.pylib.explain import activity, executed, measured
+from lowbit.pylib.explain.activity import bank_turns, banks, shared_map
 from lowbit.pylib.explain.figures import Bars, Grid, Table
 from lowbit.pylib.explain.kernels import explain_kernel
 from lowbit.pylib.explain.layouts import layout_grid, layout_grids
@@ -505,6 +505,33 @@ def test_the_picture_of_a_pipeline() -> None:
 
 
 # -- shared memory
+
+
+@pytest.mark.parametrize(("m", "target"), [(1, "sm_80"), (3, "sm_80"), (300, "sm_90a")])
+def test_the_map_of_shared_memory(m: int, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a row into rows that are padded touches what it writes, and nothing between; a bulk copy, whose bytes
+    no thread asks for, is drawn as well."""
+    wanted = kernel_choices(SPEC, parse_target(target)).launches(m)[0]
+    compiled = compile_kernel(wanted)
+    seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
+    monkeypatch.setattr(activity, "_MOST_BARS", 10_000)
+    drawn: dict[str, set[int]] = {}
+    for name, bars in shared_map(seen).rows:
+        drawn[name] = {word for bar in bars for word in range(int(bar.begin) // 4, int(bar.end) // 4)}
+    touched: dict[str, set[int]] = {}
+    for number, access in seen.accesses.items():
+        touched.setdefault(seen.kernel.instructions[number].name, set()).update(access.words)
+    bulk = drawn.keys() - touched.keys()
+    assert {name: drawn[name] for name in touched} == touched
+    assert all(name.startswith("cp.async.bulk") for name in bulk) and bool(bulk) == (m == 300)
+    for copy in seen.copies:
+        stretches = [end - begin for begin, end in copy.parts]
+        assert copy.bytes == sum(stretches) and copy.parts == tuple(sorted(copy.parts))
+        assert (f"and {len(stretches) - 1} more places" in copy.written) == (len(stretches) > 1)
+    if target == "sm_80":
+        assert any(len(copy.parts) > 1 for copy in seen.copies)
+        copied = {word for copy in seen.copies for begin, end in copy.parts for word in range(begin // 4, end // 4)}
+        assert copied == set().union(*(words for name, words in touched.items() if name.startswith("cp.async")))
 
 
 @pytest.mark.parametrize(
