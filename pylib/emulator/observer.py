@@ -73,14 +73,12 @@ class Access:
     """What one instruction does in shared memory, of all its warps and times.
 
     passes   wavefronts: turns in which the banks give or take a word each; least is the fewest for so many bytes
-    words    the 4-byte words that were touched, by their numbers
     first    the offsets of the threads of the first request, and the bytes of each
     """
 
     requests: int = 0
     passes: int = 0
     least: int = 0
-    words: set[int] = field(default_factory=set[int])
     first: tuple[list[int], int] = field(default_factory=lambda: ([], 0))
 
 
@@ -91,6 +89,8 @@ class Launch:
     kernel    its PTX
     cluster   blocks of a cluster
     blocks    indices of the blocks that ran, by their numbers in events
+    accesses  what threads asked of shared memory, by instruction
+    touched   4-byte words of shared memory by the instructions that read or write them, or copy to them
     counts    warp instructions of each instruction
     read      bytes of each argument's memory that were read, each counted once
     last      the latest event, which may not be among those that are noted
@@ -104,6 +104,7 @@ class Launch:
     events: list[Event] = field(default_factory=list[Event])
     copies: list[Copy] = field(default_factory=list[Copy])
     accesses: dict[int, Access] = field(default_factory=dict[int, Access])
+    touched: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
     counts: Counter[int] = field(default_factory=Counter[int])
     read: dict[str, int] = field(default_factory=dict[str, int])
     last: Event | None = None
@@ -199,17 +200,23 @@ class Watch:
             access.passes += passes
             access.least += least
         access.requests += len(ends)
+        self.touch(offset, size)
+
+    def touch(self, offset: Array, size: int) -> None:
+        """An instruction reads or writes `size` bytes from each of these offsets of shared memory on."""
         words = offset[:, None] // BANK_BYTES + np.arange(max(1, size // BANK_BYTES))
-        access.words.update(words.ravel().tolist())
+        self._launch.touched.setdefault(self._instruction, set()).update(words.ravel().tolist())
 
     def begin_copy(self, row: Array, size: int) -> None:
         """A copy to rows of `size` bytes is issued."""
+        self.touch(row * size, size)
         if not self._launch.whole:
             return
         copies, offsets = self._launch.copies, np.unique(row * size)
         if not len(offsets):
             return
-        self._flying |= dict.fromkeys(offsets.tolist(), [len(copies), len(offsets)])
+        flying = [len(copies), len(offsets)]  # one for all of them
+        self._flying |= dict.fromkeys(offsets.tolist(), flying)
         last = np.append(np.diff(offsets) != size, True)
         ends, begins = offsets[last] + size, offsets[np.roll(last, 1)]
         parts = tuple(zip(begins.tolist(), ends.tolist()))

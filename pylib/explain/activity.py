@@ -37,8 +37,8 @@ def activity_figures(seen: Launch, lines: Lines, weights: int) -> list[Figure]:
     weights   numbers of the packed weight that these blocks read, if they read some
     """
     figures: list[Figure] = [instruction_mix(seen, weights)]
-    if seen.accesses:
-        figures += [shared_map(seen), conflicts(seen, lines), *banks(seen)]
+    figures += [shared_map(seen)] if seen.touched else []
+    figures += [conflicts(seen, lines), *banks(seen)] if seen.accesses else []
     return figures + ([timeline(seen)] if seen.copies else [])
 
 
@@ -62,16 +62,13 @@ def _per(count: int, weights: int) -> tuple[str, ...]:
 
 
 def shared_map(seen: Launch) -> Bars:
-    """Which bytes of shared memory instructions touched, by their names."""
+    """The bytes of shared memory that instructions read, write or copy to, by their names."""
     words: dict[str, set[int]] = {}
-    for number, access in seen.accesses.items():
-        words.setdefault(seen.kernel.instructions[number].name, set()).update(access.words)
-    for copy in seen.copies:
-        name = seen.kernel.instructions[copy.instruction].name
-        for begin, end in copy.parts:
-            words.setdefault(name, set()).update(range(begin // BANK_BYTES, end // BANK_BYTES))
+    for number, touched in seen.touched.items():
+        words.setdefault(seen.kernel.instructions[number].name, set()).update(touched)
     end = BANK_BYTES * (max(max(each) for each in words.values()) + 1)
-    about, rows = "Which bytes of a block's shared memory each kind of instruction touched.", []
+    rows: list[tuple[str, tuple[Bar, ...]]] = []
+    about = "Which bytes of a block's shared memory each kind of instruction reads, writes or copies to."
     for hue, (name, touched) in enumerate(words.items()):
         ranges = [(BANK_BYTES * a, BANK_BYTES * b) for a, b in runs(sorted(touched))]
         about += cut(len(ranges), _MOST_BARS, f"stretches of {name}")

@@ -44,7 +44,7 @@ from lowbit.pylib.explain.measured import UNTIMED, Measured, measure
 from lowbit.pylib.explain.packing import packing_figures
 from lowbit.pylib.explain.page import Page
 from lowbit.pylib.explain.shared import shared_figures
-from lowbit.pylib.explain.text import Pane, absent_pane, pane_above, python_pane, sass_pane, stage_pane, with_counts
+from lowbit.pylib.explain.text import Pane, pane_above, python_pane, sass_pane, stage_pane, with_counts
 from lowbit.pylib.operator.call_checks import check_one_expert
 from lowbit.pylib.runtime.cpu import cpu_matmul
 from lowbit.pylib.runtime.devices import target_named
@@ -86,8 +86,10 @@ def explain_matmul(spec: MatmulSpec, target: Target, schedule: KernelSchedule | 
     if not target.is_gpu:
         return _explain_cpu(spec, m)
     first, *others = kernel_choices(spec, target, schedule).launches(m)
-    of_call = f"the first of {1 + len(others)} launches for {m} rows" if others else ""
-    return explain_kernel(first, m, measure(spec, target, schedule, m), of_call)
+    of_call = [f"the first of {1 + len(others)} launches for {m} rows"] if others else []
+    if spec.permuted or first.spec.compute:
+        of_call.append(f"x is {'put in order' if spec.permuted else 'quantized'} by a launch before")
+    return explain_kernel(first, m, measure(spec, target, schedule, m), "; ".join(of_call))
 
 
 @_uncollected()
@@ -215,7 +217,7 @@ def _machine_code(compiled: CompiledKernel, arguments: Mapping[str, int]) -> tup
         figures = machine_figures(compiled.launch, cubin.resources, target, arguments)
         code = disassemble(cubin.image)
     except TargetError as error:
-        return absent_pane("sass", "SASS", str(error)), figures
+        return Pane("sass", "SASS", absent=str(error)), figures
     return sass_pane(code, [each.line for each in code]), figures
 
 

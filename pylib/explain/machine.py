@@ -12,7 +12,7 @@ from lowbit.passes.kernels.registry import family_named
 from lowbit.passes.launch import Launch
 from lowbit.passes.target import Target
 from lowbit.pylib.explain.executed import tokens_of
-from lowbit.pylib.explain.figures import Bar, Bars, Cell, Figure, Grid, cut, facts
+from lowbit.pylib.explain.figures import Bar, Bars, Cell, Figure, Grid, Table, cut
 from lowbit.pylib.explain.measured import Measured
 
 _RESERVED = 1024  # bytes of shared memory that the system takes of every block from sm_80 on
@@ -60,16 +60,16 @@ def machine_figures(launch: Launch, used: Resources, target: Target, arguments: 
     about = f"What the assembler says, and how many blocks fit on a multiprocessor of {target.arch}."
     threads = occupancy.blocks * launch.threads
     limits = ", ".join(f"{name} {count}" for name, count in occupancy.limits.items())
-    values: dict[str, object] = {
-        "registers per thread": used.registers,
+    values = {
+        "registers per thread": str(used.registers),
         "spilled": f"{used.spill_stores} bytes stored, {used.spill_loads} bytes loaded",
         "shared memory per block": f"{launch.shared_bytes + used.shared:,} bytes",
-        "threads per block": launch.threads,
+        "threads per block": str(launch.threads),
         "grid": " x ".join(map(str, sizes or [each.written for each in launch.grid])),
         "blocks per multiprocessor": f"{occupancy.blocks}, by {occupancy.limit} ({limits})",
         "occupancy": f"{threads} of {target.max_threads_per_sm} threads, {threads / target.max_threads_per_sm:.0%}",
     }
-    figures: list[Figure] = [facts("Registers, shared memory, occupancy", about, values)]
+    figures: list[Figure] = [Table("Registers, shared memory, occupancy", about, ("", "value"), tuple(values.items()))]
     if occupancy.blocks and (blocks := math.prod(sizes or [0])):
         figures.append(waves(blocks, occupancy.blocks, target))
     return figures

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from lowbit.pylib.build.named_files import writing
-from lowbit.pylib.explain.figures import HUES, Bars, Cell, Figure, kind
+from lowbit.pylib.explain.figures import HUES, Bars, Cell, Figure, Grid, kind
 from lowbit.pylib.explain.text import Pane
 
 
@@ -35,7 +35,7 @@ class Page:
     @property
     def html(self) -> str:
         """The page as one file, which asks for nothing from the network."""
-        return _template().render(page=self, kind=kind, hues=HUES, items=_items, cells=_cells, bars=_bars)
+        return _template("page.html").render(page=self, kind=kind, hues=HUES, items=_items, cells=_cells, bars=_bars)
 
     def save(self, path: str | Path) -> None:
         """Writes the page to a file. Raises SpecError where it can't be written."""
@@ -52,11 +52,16 @@ class Page:
         return f"Page({self.title}: {', '.join(pane.name for pane in self.panes)})"
 
 
-@lru_cache(maxsize=1)
-def _template() -> Any:
-    """The template of a page."""
+def svg(figure: Grid | Bars) -> str:
+    """A picture as a file that a page of documentation shows, in light and dark."""
+    return _template("picture.svg").render(figure=figure, kind=kind, hues=HUES)
+
+
+@lru_cache
+def _template(name: str) -> Any:
+    """A template by the name of its file."""
     loader = PackageLoader("lowbit.pylib.explain")
-    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("page.html")
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
 
 # What a page has thousands of, as text: a template takes five times as long.
@@ -101,8 +106,12 @@ def _bars(figure: Bars, row: int) -> Markup:
 def choices_html(title: str, choices: Mapping[str, Any]) -> str:
     """The kernels of a matmul as a table: what a notebook shows of it."""
     rows = "".join(
-        f"<tr><td>{each['first']} to {each['last'] or 'any'}</td><td>{escape(', '.join(each['launches']))}</td></tr>"
+        f"<tr><td>{_range(each['first'], each['last'])}</td><td>{escape(', '.join(each['launches']))}</td></tr>"
         for part in (choices.get("few"), choices)
         for each in (part or {"rows": []})["rows"]
     )
     return f"<table><caption>{escape(title)}</caption><tr><th>rows</th><th>launches</th></tr>{rows}</table>"
+
+
+def _range(first: int, last: int | None) -> str:
+    return str(first) if first == last else f"{first} to {last or 'any'}"

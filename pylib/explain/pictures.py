@@ -19,7 +19,7 @@ from lowbit.pylib.explain.executed import run_one_cluster
 from lowbit.pylib.explain.figures import Bars
 from lowbit.pylib.explain.kernels import explain_matmul
 from lowbit.pylib.explain.packing import lanes_of_block, unit_of, words_of, words_of_lane, words_of_line
-from lowbit.pylib.explain.page import Page
+from lowbit.pylib.explain.page import Page, svg
 from lowbit.pylib.explain.shared import buffers, pipeline
 
 _BROWSERS = ("chromium", "google-chrome", "chromium-browser", "chrome")
@@ -37,7 +37,7 @@ def pictures() -> dict[str, str]:
         "outliers.svg": words_of_line(),
         "lanes.svg": lanes_of_block(),
     }
-    return {name: grid.svg() for name, grid in drawn.items()}
+    return {name: svg(grid) for name, grid in drawn.items()}
 
 
 def pipeline_picture() -> Bars:
@@ -87,7 +87,7 @@ def line_with(page: Page, pane: str, text: str) -> str:
 
 def write(docs: Path) -> None:
     """Writes all of it to a folder of documentation."""
-    for name, text in (pictures() | {"pipeline.svg": pipeline_picture().svg()}).items():
+    for name, text in (pictures() | {"pipeline.svg": svg(pipeline_picture())}).items():
         (docs / "img" / name).write_text(text)
     made = pages()
     for name, page in made.items():

@@ -170,11 +170,6 @@ def sass_pane(code: Sequence[Sass], lines: Sequence[int]) -> Pane:
     return Pane("sass", "SASS", tuple(found), notes=about, words={str(each): each.words for each in controls})
 
 
-def absent_pane(name: str, title: str, why: str) -> Pane:
-    """A stage that is not here, and how to get it."""
-    return Pane(name, title, absent=why)
-
-
 def with_counts(pane: Pane, counts: Counter[int], by_line: dict[int, int] | None = None) -> Pane:
     """A pane with how many warp instructions ran of each line: `counts` by operation, or exactly, `by_line`."""
 

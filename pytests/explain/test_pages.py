@@ -47,7 +47,7 @@ from lowbit.pylib.explain.layouts import layout_grid, layout_grids
 from lowbit.pylib.explain.machine import Occupancy, Roofline, waves
 from lowbit.pylib.explain.measured import Measured, measure
 from lowbit.pylib.explain.packing import first_chunk_of, packing_figures, unit_of, words_of_lane
-from lowbit.pylib.explain.page import Page
+from lowbit.pylib.explain.page import Page, svg
 from lowbit.pylib.explain.pictures import browser, line_with, pictures, pipeline_picture, screenshot
 from lowbit.pylib.explain.shared import buffers, fills
 from lowbit.pylib.explain.text import coloured_python, python_pane, stage_pane
@@ -500,7 +500,7 @@ def test_a_picture_is_xml_with_a_title_for_every_cell() -> None:
 def test_the_picture_of_a_pipeline() -> None:
     """`make pages` writes it. Steps depend on the version of LLVM; stages and rounds do not."""
     drawn, found = (Path(__file__).parents[2] / "docs/img/pipeline.svg").read_text(), pipeline_picture()
-    wanted = re.findall("<title>(.*?), from", found.svg())
+    wanted = re.findall("<title>(.*?), from", svg(found))
     assert len(wanted) == 8 and re.findall("<title>(.*?), from", drawn) == wanted
 
 
@@ -509,29 +509,26 @@ def test_the_picture_of_a_pipeline() -> None:
 
 @pytest.mark.parametrize(("m", "target"), [(1, "sm_80"), (3, "sm_80"), (300, "sm_90a")])
 def test_the_map_of_shared_memory(m: int, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of a row into rows that are padded touches what it writes, and nothing between; a bulk copy, whose bytes
-    no thread asks for, is drawn as well."""
+    """Copies are drawn where they write: of rows that are padded not between them. What copies bring is read, by
+    products that take x from shared memory too."""
     wanted = kernel_choices(SPEC, parse_target(target)).launches(m)[0]
-    compiled = compile_kernel(wanted)
+    compiled = compile_kernel(wanted, keep=True)
     seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, m)
     monkeypatch.setattr(activity, "_MOST_BARS", 10_000)
     drawn: dict[str, set[int]] = {}
     for name, bars in shared_map(seen).rows:
-        drawn[name] = {word for bar in bars for word in range(int(bar.begin) // 4, int(bar.end) // 4)}
-    touched: dict[str, set[int]] = {}
-    for number, access in seen.accesses.items():
-        touched.setdefault(seen.kernel.instructions[number].name, set()).update(access.words)
-    bulk = drawn.keys() - touched.keys()
-    assert {name: drawn[name] for name in touched} == touched
-    assert all(name.startswith("cp.async.bulk") for name in bulk) and bool(bulk) == (m == 300)
-    for copy in seen.copies:
-        stretches = [end - begin for begin, end in copy.parts]
-        assert copy.bytes == sum(stretches) and copy.parts == tuple(sorted(copy.parts))
-        assert (f"and {len(stretches) - 1} more places" in copy.written) == (len(stretches) > 1)
-    if target == "sm_80":
-        assert any(len(copy.parts) > 1 for copy in seen.copies)
-        copied = {word for copy in seen.copies for begin, end in copy.parts for word in range(begin // 4, end // 4)}
-        assert copied == set().union(*(words for name, words in touched.items() if name.startswith("cp.async")))
+        drawn[name] = {byte for bar in bars for byte in range(int(bar.begin), int(bar.end))}
+    of_copies = {byte for copy in seen.copies for begin, end in copy.parts for byte in range(begin, end)}
+    assert of_copies == set().union(*(drawn[name] for name in drawn if name.startswith("cp.async")))
+    assert of_copies <= set().union(*(drawn[name] for name in drawn if name.startswith(("ld", "wgmma"))))
+    (x,) = (each for each in buffers(compiled.stages["tile"]) if each.name == "x_shared")
+    of_x = [copy for copy in seen.copies if x.start <= copy.start < x.start + x.bytes]
+    if target == "sm_90a":
+        (products,) = (drawn[name] for name in drawn if name.startswith("wgmma"))
+        assert products == of_copies == set(range(x.start, x.start + x.bytes))
+    else:
+        assert {end - begin for copy in of_x for begin, end in copy.parts} == {256}  # a row of a step of k
+        assert any(f"and {len(copy.parts) - 1} more places" in copy.written for copy in of_x)
 
 
 @pytest.mark.parametrize(
@@ -551,7 +548,7 @@ def test_buffers(spec: MatmulSpec, target: str, m: int) -> None:
     held = buffers(compiled.stages["tile"])
     assert seen and seen.whole
     inside = {byte for each in held for byte in range(each.start, each.start + each.bytes)}
-    assert {4 * word for access in seen.accesses.values() for word in access.words} <= inside
+    assert {4 * word for words in seen.touched.values() for word in words} <= inside
     assert max(each.start + each.bytes for each in held) <= compiled.launch.shared_bytes
     (x,) = (each for each in held if each.name == "x_shared")
     assert 1 < x.stages <= wanted.schedule.num_stages  # type: ignore[attr-defined]

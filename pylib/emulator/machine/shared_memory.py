@@ -29,6 +29,8 @@ class Watch(Protocol):
 
     def access(self, lanes: Array, offset: Array, size: int) -> None: ...
 
+    def touch(self, offset: Array, size: int) -> None: ...
+
     def begin_copy(self, row: Array, size: int) -> None: ...
 
     def land_copy(self, row: Array, size: int) -> None: ...
@@ -244,6 +246,8 @@ class SharedMemory:
             self.cluster_races.read(self.rank, lanes, row, 16)
         if self.proxy:
             self.proxy.begin_read(lanes, row)
+        if self.watch:
+            self.watch.touch(row * 16, 16)
         return row, self.data.reshape(-1, 16)[row], empty.any(axis=1)
 
     def end_async_read(self, first: int, row: Array) -> None:
