@@ -198,7 +198,7 @@ def test_any_format(choices: dict[str, Any], schedule: AnySchedule) -> None:
     assert is_right(MatmulSpec(**spec), schedule, ids, 11)
 
 
-@pytest.mark.parametrize(("tile", "target"), [(8, AMPERE), *((tile, HOPPER) for tile in (8, 16, 32, 64))], ids=str)
+@pytest.mark.parametrize(("tile", "target"), [(8, AMPERE), *((tile, HOPPER) for tile in (8, 16, 32, 40, 64))], ids=str)
 @pytest.mark.parametrize("choices", [choices for choices, _ in CASES], ids=str)
 def test_any_format_of_few_slots(choices: dict[str, Any], tile: int, target: Target) -> None:
     """By the kernel that is chosen, which streams weights unless they have outliers."""
@@ -210,7 +210,7 @@ def test_any_format_of_few_slots(choices: dict[str, Any], tile: int, target: Tar
     assert is_right(spec, schedule, ids, 11, target)
 
 
-@pytest.mark.parametrize("schedule", [SMALL, FEW, FEW_BY_WGMMA], ids=str)
+@pytest.mark.parametrize("schedule", [SMALL, FEW, FEW_BY_WGMMA, replace(FEW_BY_WGMMA, tokens=40)], ids=str)
 def test_a_row_depends_on_no_other(schedule: AnySchedule) -> None:
     """What is no number in one token stays there, and the bits of the others are what they were."""
     spec = MatmulSpec(2 * 64, 512, "u4", 64, experts=2)
@@ -227,6 +227,11 @@ HALVED = (FEW_HALVED, replace(FEW_BY_WGMMA, split_k=2, cluster=2, max_blocks_per
 
 
 LARGE = (ExpertsSchedule(32), ExpertsSchedule(32, gather=True))
+BETWEEN = (
+    *(replace(FEW, tokens=24), replace(FEW_BY_WGMMA, tokens=40), replace(FEW_BY_WGMMA, tokens=96, num_stages=2)),
+    *(ExpertsSchedule(80), ExpertsSchedule(144, 64, 6, last_tokens=32), ExpertsSchedule(80, gather=True)),
+)
+"""Tiles of sizes that are no powers of two."""
 
 
 @pytest.mark.parametrize("schedule", [SMALL, *LARGE, FEW, FEW_BY_WGMMA, *HALVED], ids=str)
@@ -235,7 +240,17 @@ def test_on_hopper(name: str, schedule: AnySchedule) -> None:
     assert is_right(MatmulSpec(4 * 48, 768, "u4", 64, experts=4), schedule, ROUTINGS[name], 5, HOPPER)
 
 
-@pytest.mark.parametrize("schedule", [ExpertsSchedule(64), ExpertsSchedule(64, 64, 6, gather=True)], ids=str)
+@pytest.mark.parametrize("schedule", BETWEEN, ids=str)
+@pytest.mark.parametrize("slots", [1, 7, 65, 513])
+def test_tiles_between_powers_of_two(slots: int, schedule: AnySchedule) -> None:
+    """Of experts that are hit about alike, but for one without slots and slots that are elsewhere."""
+    ids = np.random.default_rng(slots).choice([-1, 0, 1, 2, 4], slots)
+    assert is_right(MatmulSpec(4 * 48, 512, "u4", 64, experts=4), schedule, ids, 11, HOPPER)
+
+
+@pytest.mark.parametrize(
+    "schedule", [ExpertsSchedule(64), ExpertsSchedule(64, 64, 6, gather=True), ExpertsSchedule(80)], ids=str
+)
 @pytest.mark.parametrize("choices", [choices for choices, _ in CASES], ids=str)
 def test_any_format_by_wgmma(choices: dict[str, Any], schedule: ExpertsSchedule) -> None:
     ids = np.random.default_rng(1).choice(3, 90, p=[0.5, 0.1, 0.4])
@@ -315,7 +330,7 @@ def test_schedules_that_do_not_fit(spec: MatmulSpec, schedule: AnySchedule, mess
             "needs one of cluster=2 and max_blocks_per_sm=3 to be a multiple of the other",
         ),
         ({"preload_weights": True, "num_stages": 1}, "experts_decode needs preload_weights=False"),
-        ({"tokens": 128, "wgmma": True, "warps_n": 4}, "tokens=128 must be one of 8, 16, 32, 64 for experts_decode"),
+        ({"tokens": 128, "wgmma": True, "warps_n": 4}, "tokens=128 must be one of 8, 16, 24, .* 88, 96"),
         ({"wgmma": True, "warps_n": 4, "refill": "per_warp"}, "experts_decode needs another refill than 'per_warp'"),
         ({"max_blocks_per_sm": 0}, "experts_decode needs max_blocks_per_sm of at least 1, got 0"),
     ],

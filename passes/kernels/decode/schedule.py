@@ -50,6 +50,8 @@ class Schedule(KernelSchedule):
 
     integer_mma: ClassVar[bool] = False
     """Whether products are integers: of an `IntegerSchedule`."""
+    token_tiles: ClassVar[tuple[int, ...]] = TOKEN_TILES
+    """The values of `tokens`."""
 
     tokens: int = 8
     row_blocks: int = 2
@@ -81,8 +83,8 @@ class Schedule(KernelSchedule):
 
     def _check_sizes(self) -> None:
         """The ranges of single fields."""
-        if self.tokens not in TOKEN_TILES:
-            raise SpecError(f"schedule: tokens={self.tokens} must be one of {', '.join(map(str, TOKEN_TILES))}")
+        if self.tokens not in self.token_tiles:
+            raise SpecError(f"schedule: tokens={self.tokens} must be one of {', '.join(map(str, self.token_tiles))}")
         for name, allowed in _RANGES.items():
             if getattr(self, name) not in allowed:
                 rule = f"in {allowed[0]}..{allowed[-1]}{', 0: no limit' * (0 in allowed)}"

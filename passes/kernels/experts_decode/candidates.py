@@ -7,7 +7,7 @@ kernels serves. The shapes are those that won most often on an H200 (docs/lab-no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -93,11 +93,21 @@ def candidates(
     others. None where tiles of so many slots are not for this kernel."""
     group = spec.packing.padded_group
     shapes = _SHAPES | (_OF_SMALL_GROUPS if group and group <= SMALL_GROUP else {})
-    found = list(_fitting(spec, tile, target, family, shapes.get(tile, ())))
-    if found or all(shape.wgmma for shape in shapes.get(tile, ())):
+    of_tile = _shapes_of(tile, shapes)
+    found = list(_fitting(spec, tile, target, family, of_tile))
+    if found or all(shape.wgmma for shape in of_tile):
         return found
     least = [shape._replace(step_k=spec.packing.chunk) for shape in _LEAST]
     return list(_fitting(spec, tile, target, family, least))
+
+
+def _shapes_of(tile: int, shapes: Mapping[int, Sequence[_Shape]]) -> Sequence[_Shape]:
+    """Returns the shapes for tiles of so many slots: of a size between two, those of both."""
+    above = min((tokens for tokens in shapes if tokens >= tile), default=None)
+    if above is None:
+        return ()
+    below = max((tokens for tokens in shapes if tokens <= tile), default=above)
+    return list(dict.fromkeys((*shapes[below], *shapes[above])))
 
 
 def cuts(spec: MatmulSpec) -> list[ExpertsDecodeSchedule]:

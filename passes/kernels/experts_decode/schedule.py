@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.decode.schedule import Schedule
@@ -15,7 +15,7 @@ _FIXED: Mapping[str, Any] = {
     "spread_k": False,
     "outliers_by_step": False,
 }
-TOKENS = (8, 16, 32, 64)
+TOKENS = tuple(range(8, 97, 8))
 """Slots of a tile."""
 
 
@@ -23,13 +23,15 @@ TOKENS = (8, 16, 32, 64)
 class ExpertsDecodeSchedule(Schedule):
     """The free choices of the kernel for few slots of each expert: those of `Schedule` that concern one block alone.
 
-    tokens             slots of a tile, which are those of one expert: 8, 16, 32 or 64. Who makes the table of them must
-                       know it
+    tokens             slots of a tile, which are those of one expert: a multiple of 8 up to 96. Who makes the table of
+                       them must know it
     max_blocks_per_sm  how many blocks a multiprocessor holds, each of which takes turns at the tiles; a thread takes no
                        more registers than that leaves
     split_k, cluster   the same: blocks that share k add up through distributed shared memory. A divisor or a multiple
                        of max_blocks_per_sm. Choices that are not about the steps of a block are as by default
     """
+
+    token_tiles: ClassVar[tuple[int, ...]] = TOKENS
 
     max_blocks_per_sm: int = 2
 
@@ -40,9 +42,6 @@ class ExpertsDecodeSchedule(Schedule):
                 raise SpecError(f"schedule: experts_decode needs {name}={value}; got {name}={getattr(self, name)}")
         if self.refill == "per_warp":
             raise SpecError("schedule: experts_decode needs another refill than 'per_warp', which counts in one tile")
-        if self.tokens not in TOKENS:
-            allowed = ", ".join(map(str, TOKENS))
-            raise SpecError(f"schedule: tokens={self.tokens} must be one of {allowed} for experts_decode")
         if self.split_k != self.cluster:
             given = f"split_k={self.split_k} and cluster={self.cluster}"
             raise SpecError(f"schedule: experts_decode adds up in clusters, so {given} must be equal")
