@@ -368,6 +368,15 @@ CONTRADICTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["Int4TilePackedTo4dTensor", "Int4PlainInt32Tensor", "MXTensor", "NVFP4Tensor"])
+def test_other_kinds_of_torchao_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """With those that can be read they are all that torchao 0.18 writes."""
+    about = json.dumps({"_type": kind, "_data": {}, "_tensor_data_names": ["qdata", "scale"]})
+    folder = changed("torchao-int8", tmp_path, {}, **{f"{LAYER}.weight": about})
+    with pytest.raises(CheckpointError, match=f"{LAYER}: its weight is a '{kind}' of torchao; what can be read is"):
+        open_checkpoint(folder).load(LAYER)
+
+
 @pytest.mark.parametrize(("name", "change", "message"), CONTRADICTIONS)
 def test_contradictions(name: str, change: dict[str, Any], message: str) -> None:
     """What a file states twice is compared."""

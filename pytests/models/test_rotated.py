@@ -155,6 +155,51 @@ def test_a_dense_layer_that_is_to_be_rotated_is_refused(tmp_path: Path) -> None:
         lowbit.load_checkpoint(model, folder)
 
 
+def test_an_embedding_that_is_to_be_rotated_is_refused(tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    config, file = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    of_embedding = {"targets": ["re:.*embed_tokens$"], "location": "output", "inverse": False, "ignore": []}
+    groups = config["quantization_config"]["transform_config"]["config_groups"]
+    groups["R9"] = {"type": "hadamard", "apply": [of_embedding]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(load_file(file) | {"embed_tokens.weight": torch.zeros(8, 192).half()}, file)
+    model = dense_model({Q: (64, 192), UP: (128, 192), DOWN: (192, 128)})
+    model.add_module("embed_tokens", nn.Embedding(8, 192, device="meta", dtype=torch.float16))
+    with pytest.raises(CheckpointError, match=r"embed_tokens is a Embedding that is not quantized.*rotates its output"):
+        lowbit.load_checkpoint(model, folder)
+
+
+@pytest.mark.parametrize("way", ["load_checkpoint", "from_pretrained"])
+def test_experts_that_are_to_be_rotated_are_refused(way: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
+    about = transformers.MixtralConfig(**sizes, **heads, dtype="float16")
+    transformers.AutoModelForCausalLM.from_config(about).half().save_pretrained(tmp_path)
+    config, state = json.loads((tmp_path / "config.json").read_text()), dict[str, torch.Tensor]()
+    for name, t in load_file(tmp_path / "model.safetensors").items():
+        if ".experts." in name:
+            state |= {name: torch.ones(t.shape, dtype=torch.int8), f"{name}_scale": torch.ones(len(t), 1).half()}
+        else:
+            state[name] = t
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["re:.*experts.*"], "weights": weights}}
+    apply = [{"targets": ["re:.*experts.*w1$"], "location": "input", "inverse": False, "ignore": []}]
+    rotations = {"config_groups": {"R": {"type": "hadamard", "apply": apply}}}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    config["quantization_config"] |= {"config_groups": groups, "transform_config": rotations}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"experts.0.w1 is rotated at each call; inputs of experts can be scaled"):
+        if way == "load_checkpoint":
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(about)
+            lowbit.load_checkpoint(model, tmp_path)
+        else:
+            ours = lowbit.LowbitConfig(from_checkpoint=True)
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=ours)
+
+
 def changed(tmp_path: Path, apply: dict[str, Any] | None = None, **fields: Any) -> Path:
     """Returns a folder whose group has other entries."""
     folder = tmp_path / "changed"

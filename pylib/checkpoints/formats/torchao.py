@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from lowbit.pylib.checkpoints.imported import Imported, signed
 from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_stream
 
+KINDS = ("Int4Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8Tensor")
 QDATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 
 
@@ -82,10 +84,19 @@ def _of_groups(numbers: Tensor, weight: Tensor) -> Tensor:
 
 
 def _listed(metadata: Mapping[str, str], module: str) -> list[str]:
-    """Returns the tensors that a layer has by the metadata of the files, where these have an entry for its weight."""
+    """Returns the tensors that a layer has by the metadata of the files, where these have an entry for its weight.
+
+    Raises CheckpointError where it is of another kind than can be read.
+    """
+    found: Any = None
     with suppress(KeyError, TypeError, ValueError, RecursionError):
-        return [f"_weight_{name}" for name in json.loads(metadata[f"{module}.weight"])["_tensor_data_names"]]
-    return []
+        found = json.loads(metadata[f"{module}.weight"])
+    if not isinstance(found, dict):
+        return []
+    kind, names = (cast(dict[str, Any], found).get(key) for key in ("_type", "_tensor_data_names"))
+    if isinstance(kind, str) and kind not in KINDS:
+        raise CheckpointError(f"its weight is a {kind[:40]!r} of torchao; what can be read is {', '.join(KINDS)}")
+    return [f"_weight_{name}" for name in names] if isinstance(names, list) else []
 
 
 _OTHERS = (f".{SCALE}", f".{ZERO}", "._weight_act_pre_scale", "._weight_scale_and_zero", ".bias")
