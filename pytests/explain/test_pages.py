@@ -650,6 +650,20 @@ def test_rows_that_take_several_launches() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "m", "about"),
+    [
+        ({"compute": "i8"}, 4, "; x is quantized by a launch before"),
+        ({"compute": "i8", "compute_from": 16}, 4, ""),
+        ({"permuted": True}, 4, "; x is put in order by a launch before"),
+    ],
+    ids=str,
+)
+def test_launches_that_prepare_x(fields: dict[str, Any], m: int, about: str) -> None:
+    page = lowbit.compile(replace(SPEC, **fields), "sm_90a").explain(m)
+    assert page.about.partition("; ")[1:] == ("; " * bool(about), about.removeprefix("; "))
+
+
+@pytest.mark.parametrize(
     ("n", "k", "m", "target"),
     [(4096, 1024, 16, "sm_90a"), (1024, 512, 1, "sm_90a"), (256, 1024, 16, "sm_80"), (40, 512, 1, "sm_80")],
 )
@@ -801,6 +815,7 @@ def test_notebooks(page: Page) -> None:
     assert page._repr_html_().startswith("<iframe title=") and 'srcdoc="&lt;!doctype html&gt;' in page._repr_html_()
     shown = lowbit.compile(SPEC, "sm_90a")._repr_html_()
     assert shown.count("<tr>") == 1 + len(lowbit.compile(SPEC, "sm_90a").choices.rows) and "u4[64, 512]" in shown
+    assert "<td>1</td><td>m1</td>" in shown and "<td>2 to 8</td>" in shown
     assert "Matmul(" in lowbit.compile(SPEC, "cpu")._repr_html_()
 
 
