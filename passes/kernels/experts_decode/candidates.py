@@ -94,7 +94,7 @@ def candidates(
     group = spec.packing.padded_group
     shapes = _SHAPES | (_OF_SMALL_GROUPS if group and group <= SMALL_GROUP else {})
     of_tile = _shapes_of(tile, shapes)
-    found = list(_fitting(spec, tile, target, family, of_tile))
+    found = list(dict.fromkeys(_fitting(spec, tile, target, family, of_tile)))
     if found or all(shape.wgmma for shape in of_tile):
         return found
     least = [shape._replace(step_k=spec.packing.chunk) for shape in _LEAST]
