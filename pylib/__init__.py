@@ -33,6 +33,7 @@ from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.pylib.quantization.config import QuantConfig
 
@@ -93,6 +94,7 @@ __all__ = [
     "PackError",
     "PackedWeight",
     "PassError",
+    "PrefillInOrderSchedule",
     "PrefillMmaSchedule",
     "PrefillSchedule",
     "QuantConfig",

@@ -21,6 +21,7 @@ from lowbit.passes.kernels.experts_decode.family import ExpertsDecode
 from lowbit.passes.kernels.experts_mma.family import ExpertsMma
 from lowbit.passes.kernels.permute.family import Permute
 from lowbit.passes.kernels.prefill.family import Prefill
+from lowbit.passes.kernels.prefill_in_order.family import PrefillInOrder
 from lowbit.passes.kernels.prefill_mma.family import PrefillMma
 from lowbit.passes.kernels.prepack.family import Prepack
 from lowbit.passes.kernels.quantize.family import Quantize
@@ -31,6 +32,7 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     Decode(),
     DecodeInteger(),
     Prefill(),
+    PrefillInOrder(),
     PrefillMma(),
     Dequantize(),
     Prepack(),

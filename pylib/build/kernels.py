@@ -153,8 +153,8 @@ class Artifacts:
         late_scaling = late_scaling and not spec.invariant  # whose kernels scale sums, and round no weight
         self._schedule = None if late_scaling else schedule
         self._chooser = Chooser(spec, replace(target, has_wgmma=False) if late_scaling else target)
-        rounding = self._chooser.any_tiles  # kernels for any number of tokens round weights
-        self._any_tiles: tuple[int, ...] = () if late_scaling or spec.invariant else rounding
+        rounding = self._chooser.any_tiles  # kernels for any number of tokens round weights, but for invariant ones
+        self._any_tiles: tuple[int, ...] = () if late_scaling else rounding
         self._token_tiles = tuple(token_tile for token_tile in self._chooser.token_tiles if not (late_scaling and token_tile in rounding))
         ours = late_scaling or spec.invariant or spec.compute is not None
         self._vendor = vendor and not ours  # whether the vendor's matmul may serve

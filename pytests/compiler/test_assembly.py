@@ -45,6 +45,7 @@ KERNELS: dict[str, tuple[str, MatmulSpec, int, str]] = {  # family, spec, tokens
     "decode, outliers": ("decode", TABLE, 8, "sm_90a"),
     "decode_integer": ("decode_integer", MatmulSpec(256, 1024, "u2", group_size=128), 1, "sm_80"),
     "prefill": ("prefill", U4, 256, "sm_90a"),
+    "prefill_in_order": ("prefill_in_order", replace(U4, invariant=True), 256, "sm_90a"),
     "prefill_mma": ("prefill_mma", LEVELS, 128, "sm_80"),
     "dequantize": ("dequantize", TABLE, 0, "sm_80"),
     "prepack": ("prepack", U4, 0, "sm_80"),

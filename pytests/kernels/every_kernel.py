@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from compiled import compile_dequantize, compile_matmul
@@ -11,8 +12,9 @@ from emulated import Inputs, dequantize_is_right, matmul_is_right, run_dequantiz
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
-from lowbit.passes.kernels.registry import family_of
+from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.weights.packed import pack
@@ -52,6 +54,18 @@ def _scheduled(target: str, schedule: Any) -> Check:
     return lambda spec, inputs: _in_emulator(compile_matmul(spec, parse_target(target), schedule), spec, inputs, 9)
 
 
+def _in_order(target: str, schedule: PrefillInOrderSchedule) -> Check:
+    """Of the invariant matmul, where it has such a kernel; else a kernel for few tokens."""
+
+    def check(spec: MatmulSpec, inputs: Inputs) -> bool:
+        invariant = replace(spec, invariant=True)
+        fits = FAMILIES["prefill_in_order"].allows(invariant, schedule, parse_target(target))
+        kernel = compile_matmul(invariant, parse_target(target), schedule if fits else None, 16)
+        return _in_emulator(kernel, invariant, inputs, 9)
+
+    return check
+
+
 def _dequantize(spec: MatmulSpec, inputs: Inputs) -> bool:
     kernel = compile_dequantize(spec, parse_target("sm_80"))
     return dequantize_is_right(run_dequantize(kernel, spec, inputs), spec, inputs)
@@ -63,6 +77,7 @@ KERNELS: dict[str, Check] = {
     "8 tokens": _chosen("sm_80", 8),
     "64 tokens, wgmma": _chosen("sm_90a", 64),
     "prefill": _scheduled("sm_90a", PrefillSchedule(16)),
+    "prefill_in_order": _in_order("sm_90a", PrefillInOrderSchedule(16, parts=1)),
     "prefill_mma": _scheduled("sm_80", PrefillMmaSchedule(32, num_stages=2, row_blocks=1)),
     "dequantize": _dequantize,
 }

@@ -130,7 +130,7 @@ def test_schedules_of_one_order_give_equal_bits(data: st.DataObject) -> None:
     assert torch.equal(y[place], alone[0]), (first, second)
 
 
-@pytest.mark.parametrize("other", [{"split_k": 2}, {"warps_k": 4}, {"step_k": 128}], ids=str)
+@pytest.mark.parametrize("other", [{"split_k": 2, "cluster": 2}, {"warps_k": 4}, {"step_k": 128}], ids=str)
 @pytest.mark.parametrize("name", ["u4", "i8", "in fp8"])
 def test_another_cut_of_k_gives_other_bits(name: str, other: dict[str, int]) -> None:
     """The tests above would see it: every field of an order counts."""

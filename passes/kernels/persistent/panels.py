@@ -123,8 +123,9 @@ class BoxPanels(Panels):
         p.expect(self.full, stage, shape.tokens * s.panel_k * self.spec.x.bytes)
         of_box, width = self.plan.x.boxes[name]
         copies = s.cluster if shape.split_k == 1 else 1
+        column = self.plan.tiles.chains.of_panel(panel)
         for box, (source, row) in product(range(s.panel_k // width), self._boxes_of_tokens(of_box, shape.split_k)):
-            where, to = (panel * s.panel_k + box * width, token + source), box * s.tokens + row
+            where, to = (column + box * width, token + source), box * s.tokens + row
             p.copy_box(p[name], p.stage(self.x, stage), self.full, stage, where, to, copies)
 
     def _boxes_of_tokens(self, tokens: int, blocks: int) -> list[tuple[Index, Index]]:

@@ -20,7 +20,7 @@ class Scaled(Enum):
     """What scales multiply, and in which type.
 
     SUMS            the sums of all columns, at the end of a tile: scales of whole rows
-    PRODUCTS        products of the bytes of a group, which are added to sums
+    PRODUCTS        products of a group, which are added to sums: of bytes, and where an order of sums is given
     WEIGHTS         weights, in x's type, of which scales are numbers; they are rounded as `dequantize` rounds them
     WEIGHTS_IN_TWO  the same with two numbers of x's type that add up to a scale: 16 of its bits in bf16, which has the
                     range of f32. So s_high q + s_low q is as good as rounded once
@@ -45,7 +45,9 @@ class Scaling:
 
     @cached_property
     def scaled(self) -> Scaled:
-        """What scales multiply."""
+        """What scales multiply: of an order of sums, products as kernels for few tokens have it."""
+        if self.round.schedule.order:
+            return Scaled.SUMS if self.spec.group_size is None else Scaled.PRODUCTS
         return self._of_bytes if self.spec.compute else self._of_numbers
 
     @property
@@ -139,7 +141,8 @@ class Scaling:
     def raw_codes(self) -> bool:
         """Tells whether codes are multiplied as they are stored, with no subtraction."""
         spec = self.spec
-        unsigned = spec.dtype.kind == "uint" and spec.zeros == "none" and not self.groups
+        late = not self.groups or self.round.schedule.order is not None  # scales have powers of two that codes lack
+        unsigned = spec.dtype.kind == "uint" and spec.zeros == "none" and late
         return unsigned and can_be_raw(spec.dtype, compute_element(spec.dtype, spec.act))
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.sum_order import SumOrder
 
 WARPS = 8  # of a block: two warpgroups, which share x
 CLUSTERS = (1, 2, 4)  # blocks that split k as a cluster: clusters of three do not all find room
@@ -131,6 +132,11 @@ class PrefillSchedule(KernelSchedule):
     def streams(self) -> bool:
         """Whether blocks may have parts of a tile, wherever these begin and end."""
         return self.stream_k != "off"
+
+    @property
+    def order(self) -> SumOrder | None:
+        """The order of sums that the kernel is to have, as far as it cuts k; None: one chain of all columns."""
+        return None
 
     @property
     def cluster_blocks(self) -> int:

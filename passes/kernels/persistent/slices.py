@@ -26,6 +26,6 @@ def with_slices(spec: MatmulSpec, tokens: int, schedules: Iterable[S], target: T
         yield s
         waves = waves_of(PersistentPlan(spec, s, WGMMA), tokens, target)
         if waves.full and waves.busy:
-            for split in sorted({1, s.cluster}):
+            for split in sorted({1, s.cluster} & {*s.allowed["last_split_k"]}):
                 cuts = (replace(s, last_tokens=last, last_split_k=split) for last in s.slice_sizes(split))
                 yield from islice((c for c in cuts if waves.busy * PersistentPlan(spec, c, WGMMA).tiles.slices <= 1), 1)

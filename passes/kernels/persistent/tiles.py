@@ -8,8 +8,10 @@ from functools import cached_property
 
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.persistent.chains import Chains
 from lowbit.passes.kernels.persistent.round import Round
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.launch import COUNTERS
 
 MOST_BLOCKS = 144  # that run at a time: all multiprocessors of a GH100
@@ -84,6 +86,11 @@ class Tiles:
     round: Round
 
     @cached_property
+    def chains(self) -> Chains:
+        """The order in which columns are visited."""
+        return Chains(self.spec, self.schedule.order or SumOrder(1, 1, self.round.step), self.round)
+
+    @cached_property
     def whole(self) -> TileShape:
         """A block's share of a whole tile."""
         s = self.schedule
@@ -112,6 +119,8 @@ class Tiles:
 
     def _rounds(self, split_k: int) -> int:
         """Blocks that split k have as many rounds each, some perhaps beyond the last column, where x is zero."""
+        if self.schedule.order:
+            return self.chains.count * self.chains.rounds
         return max(self.round.engine.least_rounds, -(-self.spec.packing.padded_k // (self.round.step * split_k)))
 
     @property

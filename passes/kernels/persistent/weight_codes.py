@@ -13,8 +13,8 @@ class PackedCodes:
 
     def __init__(self, p: Program, plan: PersistentPlan) -> None:
         packing, tiles = plan.spec.packing, plan.tiles
-        self.p, self._pieces, self._chunks = p, plan.round.pieces, plan.round.piece // packing.chunk
-        self._unit = tiles.unit
+        self.p, self._piece, self._chunks = p, plan.round.piece, plan.round.piece // packing.chunk
+        self._unit, self._chains, self._columns = tiles.unit, tiles.chains, packing.chunk
         size = packing.units * 32
         strides = (size, packing.chunks * size, 1)
         self._view = p.global_view(p["codes"], UNIT, (packing.chunks, packing.row_blocks, size), strides)
@@ -24,6 +24,7 @@ class PackedCodes:
         self._boundary = ("none" if tiles.covers_columns else "clamp", row_boundary, "none")
 
     def at(self, row_tile: Scalar, index: Index, piece: int) -> WeightRead:
-        """Returns the read of the codes of a piece of round `index`."""
-        chunk = index * (self._pieces * self._chunks) + piece * self._chunks
+        """Returns the read of the codes of a piece of the round that begins at `index` (`Chains.start`)."""
+        offset = self._chains.offset(piece * self._piece)
+        chunk = index * (self._chains.unit // self._columns) + offset // self._columns
         return WeightRead(self.p, self._view, (chunk, row_tile * self._unit, 0), self.layout, self._boundary)

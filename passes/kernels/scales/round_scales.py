@@ -51,11 +51,14 @@ class RoundScales:
     # -- to registers
 
     def at(self, name: str, row_tile: Scalar, index: Index, i: int) -> WeightRead:
-        """Number `i` of every row in a round, as it is in memory."""
-        tensor = self._all[name]
+        """Number `i` of every row in the round that begins at `index` (`Chains.start`), as it is in memory."""
+        tensor, chains = self._all[name], self.plan.tiles.chains
         if tensor.slot.index == "padded_row" or self.spec.group_size is None:
             return self.rows_at(tensor.slot, row_tile)
-        number = (index * tensor.count + i) // tensor.repeat
+        if chains.are_whole:
+            number = (index * tensor.count + i) // tensor.repeat
+        else:
+            number = (index * chains.unit + chains.offset(i * tensor.columns)) // (tensor.columns * tensor.repeat)
         return self.rows_at(tensor.slot, row_tile, number, self._k_boundary)
 
     def rows_at(self, slot: TensorSlot, row_tile: Scalar, number: Index = 0, boundary: str = "none") -> WeightRead:

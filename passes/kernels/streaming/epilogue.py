@@ -64,7 +64,7 @@ class Ending:
         p, s = self.p, self.schedule
         read = self._shared_with_peers(total)
         rows, turns = s.rows // s.cluster, range(s.cluster)
-        parts = [self._of_peer(read, self._peer(rank, turn), rank, rows) for turn in turns]
+        parts = [part for turn in turns for part in self._parts_of_peer(read, self._peer(rank, turn), rank, rows)]
         total = parts[0]
         for part in parts[1:]:
             total = p.add(total, part)
@@ -81,11 +81,22 @@ class Ending:
         self.p.barrier("cluster")
         return buffer
 
+    def _parts_of_peer(self, buffer: Memory, peer: Index, part: Scalar, rows: int) -> list[Tile]:
+        """What a block of the cluster adds: the sum of its warps, or theirs one by one where there is one order for all
+        kernels (`SumOrder`)."""
+        if not self.spec.invariant:
+            return [self._of_peer(buffer, peer, part, rows)]
+        every = self._warps_of_peer(buffer, peer, part, rows)
+        return [self.p.slice(every, 0, warp, 1) for warp in range(self.schedule.warps_k)]
+
     def _of_peer(self, buffer: Memory, peer: Index, part: Scalar, rows: int) -> Tile:
         """The sums over the warps of a block of the cluster, of one part of the rows: [1, rows, tokens]."""
-        p, s = self.p, self.schedule
-        layout = self._sum_up_layout(s.warps_k, rows, s.tokens)
-        return p.reduce(p.load(p.peer(buffer, peer), (0, part * rows, 0), layout), 0)
+        return self.p.reduce(self._warps_of_peer(buffer, peer, part, rows), 0)
+
+    def _warps_of_peer(self, buffer: Memory, peer: Index, part: Scalar, rows: int) -> Tile:
+        """The sums of its warps: [warps_k, rows, tokens]."""
+        layout = self._sum_up_layout(self.schedule.warps_k, rows, self.schedule.tokens)
+        return self.p.load(self.p.peer(buffer, peer), (0, part * rows, 0), layout)
 
     def _sum_up_layout(self, parts: int, rows: int, columns: int) -> Layout:
         """[parts, rows, columns]: all parts of an element in one thread, neighbours along the rows; with them both

@@ -49,6 +49,8 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
     yield from (name for name, holds in flags.items() if holds)
     if spec.outliers:
         yield f"outliers {'by step' if s.outliers_by_step else 'first' if plan.outliers.are_spread else 'last'}"
+    if s.warps_k > 1 and s.split_k > 1 and not (spec.invariant and s.cluster > 1):
+        yield "parts by themselves"
     if not spec.invariant and s.tokens in ROTATED and plan.steps.rounds > 1:
         yield f"rotated every {s.rows} rows"
     if not spec.invariant and s.cluster > 2:
@@ -58,7 +60,11 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
 def orders(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[SumOrder]:
     """Returns the orders that a family's kernels may have for every number of tokens."""
     cuts = product(_SPLITS, _WARPS_K, step_lengths(spec, 1))
-    found = [family.schedule_type(8, 1, 1, warps_k, step, 2, split_k) for split_k, warps_k, step in cuts]
+    clustered = target.has_clusters  # as schedules of `of_block` are
+    found = [
+        family.schedule_type(8, 1, 1, warps_k, step, 2, split_k, cluster=split_k if clustered else 1)
+        for split_k, warps_k, step in cuts
+    ]
     found = [s for s in found if spec.packing.padded_k > s.step_k * warps_of(s)]
     found += [s for tokens in (8, 64) for s in least_schedules(spec, tokens, target, family)]
     return list(dict.fromkeys(sum_order(spec, s) for s in found))

@@ -1,0 +1,124 @@
+"""Numbers of x's type, multiplied by wgmma chain by chain: `ChainMultiplier`.
+
+    total = 0
+    for chain of the order:
+        sums = 0
+        for round of the chain:                     whose columns may lie apart (`Chains`)
+            for panel, product of the panel:
+                p = weights x^T                     from zero, in registers of its own
+                sums = sums + scale * p
+        total = total + sums
+
+Products are begun and not waited for; while one is under way, that before it is scaled and added (`PromotedSums`).
+"""
+
+from __future__ import annotations
+
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums
+from lowbit.passes.kernels.persistent.group_columns import GroupColumns
+from lowbit.passes.kernels.persistent.panels import Panels
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.tile_order import Order, Turn
+from lowbit.passes.kernels.persistent.weight import Finish, Weight
+from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
+from lowbit.passes.kernels.prefill_in_order.products import Products
+
+
+class OrderedWeight(Weight):
+    """A weight whose scales multiply products, or the sums of chains."""
+
+    def scale_of(self, columns: GroupColumns, panel: int, registers: WeightRegisters) -> Tile | None:
+        """Returns the scale of a product for every row, in f32; None where the sums of chains have it."""
+        if not self.plan.scaling.groups:
+            return None
+        column = panel * self.plan.schedule.panel_k + columns.start
+        return self.scales.convert.with_exponent(self.scales.number("scales", registers.scales, column))
+
+    def scaled(self, sums: Tile, row_tile: Scalar) -> Tile:
+        """Returns the sums of a chain times the scales of rows, if these have one for all columns."""
+        if self.plan.scaling.groups:
+            return sums
+        slot = self.plan.spec.slot("scales")
+        scale = self.scales.convert.as_f32(self.scales.rows_at(slot, row_tile).load(), slot.storage)
+        scale = self.p.reshape(scale, self.scales.row_layout.shape)
+        return self.p.mul(sums, self.scales.convert.with_exponent(scale))
+
+    def finish_of(self, row_tile: Scalar) -> Finish:
+        p, spec = self.p, self.plan.spec
+        if not spec.row_scales:
+            return lambda total, token: total
+        slot = spec.slot("row_scales")
+        scale = self.scales.convert.as_f32(self.scales.rows_at(slot, row_tile).load(), slot.storage)
+        scale = p.reshape(scale, self.scales.row_layout.shape)
+        return lambda total, token: p.mul(total, scale)
+
+
+class ChainMultiplier:
+    """Multiplies tiles in program `p`. Registers for the sums of tiles and slices are kept by their tokens."""
+
+    def __init__(
+        self, p: Program, plan: PersistentPlan, products: Products, banks: int, panels: Panels, weight: OrderedWeight
+    ) -> None:
+        self.p, self.plan, self.products, self.panels, self.weight = p, plan, products, panels, weight
+        self._sums = {tokens: self._sums_of(tokens, banks) for tokens in plan.tiles.tokens}
+
+    def _sums_of(self, tokens: int, banks: int) -> Sums:
+        """The sums of a chain of a tile or slice of so many tokens."""
+        if not self.products.columns:
+            return KeptSums(self.p, self._layout(tokens), "f32")
+        parts = self.products.parts_of(tokens)
+        return PromotedSums(self.p, self._layout(tokens // parts), parts, "f32", banks)
+
+    def _layout(self, tokens: int) -> Layout:
+        return self.plan.tiles.rows.local(1, tokens // MMA_M16N8_D.shape[1]) * MMA_M16N8_D
+
+    def await_first(self) -> None:
+        self.weight.scales.await_copies()
+
+    def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
+        p, chains, sums, count = self.p, self.plan.tiles.chains, self._sums[turn.shape.tokens], len(carried)
+        with p.loop(0, chains.count, [*carried, *self._nothing(turn.shape.tokens)]) as every:
+            sums.begin_tile()
+            with p.loop(every.index * chains.rounds, chains.rounds, every.carried[:count]) as chain:
+                chain.results = self._round(turn, sums, chain.index, self.weight.registers.like(chain.carried))
+            of_chain = [self.weight.scaled(each, turn.here.row_tile) for each in sums.end_tile()]
+            totals = zip(every.carried[count:], of_chain, strict=True)
+            every.results = [*chain.carried, *(p.add(total, each) for total, each in totals)]
+        self.panels.copy_first_of_slice(turn, order)
+        return every.carried[:count], every.carried[count:]
+
+    def _nothing(self, tokens: int) -> list[Tile]:
+        """What the sums of the first chain are added to, part by part, so that they stay as they are: -0 is."""
+        parts = self.products.parts_of(tokens) if self.products.columns else 1
+        return [self.p.constant(-0.0, "f32", self._layout(tokens // parts)) for _ in range(parts)]
+
+    def leave(self) -> None:
+        """Does nothing: products end before sums are read."""
+
+    def _round(self, turn: Turn, sums: Sums, index: Scalar, registers: WeightRegisters) -> list[Tile]:
+        """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
+        weight, scales = self.weight, self.weight.scales
+        row_tile, following = turn.coming(index)
+        coming, number = (row_tile, self.plan.tiles.chains.start(following)), turn.rounds_before + index
+        scales.copy(*coming, (number + 1) % 2)
+        scales.use(number % 2)
+        for panel in range(self.plan.round.panels):
+            columns = list(self.products.of_panel(panel))
+            ready = [weight.fragments(some, panel, registers) for some in columns]
+            of_products = [weight.scale_of(some, panel, registers) for some in columns]
+            for a in ready:
+                self.p.materialize(a)
+            x = self.panels.wait(turn, index, panel)
+            products = zip(columns, ready, of_products, strict=True)
+            sums.begin_panel([Product(a, x, some.start, scale) for some, a, scale in products])
+            self.panels.copy_later(turn, index, panel)
+            self.panels.release_before(panel)
+            sums.begin_others()
+            weight.load_next_round(registers, panel, *coming)
+            sums.end_panel()
+        sums.end_round()
+        scales.await_copies()
+        return registers.flat()

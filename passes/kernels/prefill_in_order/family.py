@@ -1,0 +1,105 @@
+"""The prefill family of invariant matmuls: the kernel of `passes.kernels.prefill`, which visits k chain by chain in the
+order of sums that the kernels for few tokens have, and scales products of groups as these do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import Candidates, Operation
+from lowbit.passes.kernels.persistent.engine import WGMMA
+from lowbit.passes.kernels.persistent.family import PersistentFamily
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE
+from lowbit.passes.kernels.persistent.slices import with_slices
+from lowbit.passes.kernels.prefill.bounds import prefill_bounds
+from lowbit.passes.kernels.prefill.family import TOKEN_TILES
+from lowbit.passes.kernels.prefill_in_order import cost_model, legality
+from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
+from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.target import Target
+
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
+
+_TILES = (
+    *((32, 1, 2), (48, 1, 2), (64, 1, 2), (64, 2, 2), (80, 1, 1), (80, 2, 2), (96, 1, 1), (96, 2, 1), (96, 2, 2)),
+    *((96, 3, 2), (112, 2, 1), (112, 2, 2), (128, 2, 1), (128, 4, 2), (144, 3, 1), (160, 4, 1), (176, 2, 1)),
+)
+"""Tokens of a tile, their parts, and banks."""
+_PANELS = (*((128, stages) for stages in (4, 5, 6, 7, 8)), *((64, stages) for stages in (4, 5, 6, 7, 8)), (256, 4))
+"""Columns and stages of panels, the most promising first."""
+
+
+class PrefillInOrder(PersistentFamily[PrefillInOrderSchedule]):
+    """Codes are decoded to the activation's type and multiplied by wgmma, tile after tile, chain after chain."""
+
+    name: ClassVar[str] = "prefill_in_order"
+    operation: ClassVar[Operation] = "matmul"
+    schedule_type = PrefillInOrderSchedule
+    chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
+
+    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        return TOKEN_TILES if target.has_wgmma and spec.invariant and not legality.misfit(spec) else ()
+
+    def groups(
+        self, spec: MatmulSpec, token_tile: int, target: Target
+    ) -> Iterator[Candidates[PrefillInOrderSchedule]]:
+        """Those of a single chain; what is chosen has the order of the matmul."""
+        order = SumOrder(1, 1, 256, legality.products_of(spec))
+        return iter(self.in_order(spec, token_tile, target, order))
+
+    def sum_order(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> SumOrder:
+        return replace(schedule.order, products=legality.products_of(spec))
+
+    def in_order(
+        self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder
+    ) -> Iterable[Candidates[PrefillInOrderSchedule]]:
+        cut = {f"order_{name}": getattr(order, name) for name in ("split_k", "warps_k", "step_k")}
+        allowed = PrefillInOrderSchedule.allowed
+        misfit = not spec.invariant or not target.has_wgmma or legality.misfit(spec)
+        if misfit or order.products != legality.products_of(spec) or any(v not in allowed[f] for f, v in cut.items()):
+            return
+        bounds = prefill_bounds(spec, target)
+        for (tokens, parts, banks), cluster in product(_TILES, (1, 2)):
+            choices: dict[str, Any] = {"cluster": cluster, "parts": parts, "banks": banks}
+            kind = PrefillInOrderSchedule(tokens, **choices, **cut)
+            if spec.n > ROWS_OF_TILE * (cluster - 1):
+                least = bounds.of_kind(spec, kind, token_tile, target)
+                yield Candidates(least, partial(self._of_kind, spec, token_tile, target, kind))
+
+    def _of_kind(
+        self, spec: MatmulSpec, token_tile: int, target: Target, kind: PrefillInOrderSchedule
+    ) -> list[PrefillInOrderSchedule]:
+        """The candidates of a kind: with the panels of which chains take the fewest columns, and cuts of the last
+        tiles."""
+        panels = (replace(kind, panel_k=panel_k, num_stages=stages) for panel_k, stages in _PANELS)
+        fitting = [s for s in panels if self.fits(spec, s, target)]
+        best = sorted(fitting, key=lambda s: PersistentPlan(spec, s, WGMMA).tiles.columns)[:1]  # stable
+        found = with_slices(spec, token_tile, best, target)
+        return [s for s in found if self.fits(spec, s, target)]
+
+    def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillInOrderSchedule, target: Target) -> float:
+        return cost_model.predict(spec, token_tile, schedule, target)
+
+    def shape(self, schedule: PrefillInOrderSchedule) -> tuple[object, ...]:
+        return schedule.tokens, schedule.parts, schedule.banks, schedule.cluster, schedule.last_tokens > 0
+
+    def check(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule, target: Target) -> None:
+        legality.check_schedule(spec, schedule, target)
+
+    def x_boxes(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> Mapping[str, tuple[int, int]]:
+        return PersistentPlan(spec, schedule, WGMMA).x.boxes
+
+    def build(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> ir.Module:
+        from lowbit.passes.kernels.prefill_in_order.kernel import prefill_in_order_matmul
+
+        return prefill_in_order_matmul(spec, schedule)
+
+    def spills(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> bool:
+        return legality.spills(spec, schedule)

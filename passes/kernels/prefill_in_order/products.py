@@ -1,0 +1,47 @@
+"""The products of which the sums of a chain are made: `Products`. No MLIR is needed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowbit.passes.kernels.persistent.group_columns import GroupColumns
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a plan: as many columns each as kernels for few tokens add up from zero.
+
+    columns  of a product: of a group, or of a step where groups are longer; 0 where there is one scale per row, so that
+             a chain's products are added to its sums directly
+    """
+
+    plan: PersistentPlan
+    schedule: PrefillInOrderSchedule
+
+    @property
+    def columns(self) -> int:
+        group = self.plan.spec.packing.padded_group
+        return 0 if group is None else min(group, self.schedule.order_step_k)
+
+    @property
+    def misfit(self) -> str:
+        """What of panels does not fit the products, or "" if all does."""
+        panel_k = self.schedule.panel_k
+        if self.columns and panel_k % self.columns:
+            return f"panels of panel_k={panel_k} columns do not hold products of {self.columns}"
+        return ""
+
+    def of_panel(self, panel: int) -> Iterator[GroupColumns]:
+        """Yields the products of a round's panel, in order."""
+        width, groups = self.schedule.panel_k, max(1, self.plan.scaling.groups)
+        of_group = self.plan.round.step // groups
+        columns = self.columns or width
+        for start in range(0, width, columns):
+            yield GroupColumns(start, columns, (panel * width + start) // of_group)
+
+    def parts_of(self, tokens: int) -> int:
+        """Returns the parts that a tile or slice of so many tokens is multiplied in."""
+        return max(1, tokens // self.schedule.part_tokens)

@@ -1,0 +1,145 @@
+"""Prompts of invariant matmuls: the kernel for many tokens gives the bits of those for few, in every format."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit
+from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
+from lowbit.passes.kernels.registry import FAMILIES
+from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.scheduling import choice, order_choice, order_tables
+from lowbit.passes.targets import parse_target
+from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.reference.inputs import random_inputs
+
+S = lowbit.MatmulSpec
+SPECS = {
+    "u4": S(136, 1024, "u4", 128, bias=True),
+    "u4, zeros": S(128, 1024, "u4", 64, zeros="int"),
+    "i4 in bf16": S(128, 1024, "i4", 128, act="bf16", scale="bf16"),
+    "nf4": S(128, 1024, "nf4", 64, act="bf16", scale="bf16"),
+    "i8": S(128, 1024, "i8"),
+    "u8, zeros of rows": S(128, 1024, "u8", zeros="int"),
+    "f6": S(128, 1024, "f6e3m2", row_scales=True),
+    "scales of rows beside groups": S(128, 1024, "u4", 64, row_scales=True),
+    "small groups": S(128, 1024, "u4", 16),
+    "u3": S(128, 1024, "u3", 32, scale="f32"),
+    "nvfp4": S.preset("nvfp4", 128, 1024),
+    "mxfp4": S.preset("mxfp4", 128, 1024),
+    "gated": S(256, 1024, "u4", 64, epilogue="silu_mul"),
+    "permuted": S(128, 1024, "i4", 64, permuted=True),
+}
+TARGET = parse_target("emulator:sm_90a")
+DECODE, PREFILL = FAMILIES["decode"], FAMILIES["prefill_in_order"]
+
+
+def invariant(name: str) -> lowbit.MatmulSpec:
+    return replace(SPECS[name], out="f32", invariant=True)
+
+
+def in_order(family: Any, spec: lowbit.MatmulSpec, tile: int, order: SumOrder) -> list[Any]:
+    return [s for group in family.in_order(spec.for_tokens(1), tile, TARGET, order) for s in group.schedules]
+
+
+def multiplied(spec: lowbit.MatmulSpec, schedule: Any, order: SumOrder, x: torch.Tensor, tensors: Any) -> torch.Tensor:
+    """Returns y by a kernel with a schedule, as if its order had been chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "order_of", lambda spec, target: order)
+        mm = Matmul(spec, TARGET, schedule)
+        assert mm.choices.launches(len(x))[0].schedule == schedule
+        return mm(x, mm.pack(**tensors))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_of_a_prompt_have_the_bits_that_few_have(name: str) -> None:
+    """Of several chains and parts of k where a format has such orders; beside a row of NaN, in cut and whole tiles."""
+    spec, chance = invariant(name), random.Random(name)
+    families = ((DECODE, 8), (PREFILL, 160))
+    orders = [o for o in DECODE.orders(spec, TARGET) if all(in_order(f, spec, tile, o) for f, tile in families)]
+    order = max(orders, key=lambda o: ((o.split_k > 1) + (o.warps_k > 1), chance.random()))
+    x, tensors = random_inputs(spec, 140, 1)
+    x[70] = float("nan")
+    few = multiplied(spec, in_order(DECODE, spec, 8, order)[-1], order, x[:8], tensors)
+    many = multiplied(spec, chance.choice(in_order(PREFILL, spec, 160, order)), order, x, tensors)
+    assert torch.equal(many[:8], few)
+    assert many[70].isnan().all() and not many[139].isnan().any()
+
+
+def test_another_order_gives_other_bits() -> None:
+    """Which the test above would see."""
+    spec = invariant("u4")
+    x, tensors = random_inputs(spec, 140, 1)
+    found: list[torch.Tensor] = []
+    for cut in ((1, 1, 256), (1, 2, 256), (2, 1, 128)):
+        order = SumOrder(*cut, ("mma", "raw codes"))
+        found.append(multiplied(spec, in_order(PREFILL, spec, 160, order)[0], order, x, tensors))
+    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+@pytest.mark.parametrize("k", [1088, 2560])
+def test_k_need_not_be_whole_chains(k: int) -> None:
+    """Columns beyond the last are zeros of x."""
+    spec = replace(invariant("u4"), k=k, group_size=64)
+    order = SumOrder(1, 4, 128, ("mma", "raw codes"))
+    x, tensors = random_inputs(spec, 140, 1)
+    few = multiplied(spec, in_order(DECODE, spec, 8, order)[0], order, x[:8], tensors)
+    assert torch.equal(multiplied(spec, in_order(PREFILL, spec, 160, order)[0], order, x, tensors)[:8], few)
+
+
+@pytest.mark.parametrize("size", [(4096, 4096), (6144, 2560), (57344, 8192)], ids=str)
+def test_prompts_are_one_launch(size: tuple[int, int]) -> None:
+    """And few tokens are predicted to take no longer than `SLACK` allows because of it."""
+    spec = S(*size, "u4", 128, invariant=True)
+    choices = lowbit.compile(spec, "sm_90a").choices
+    assert [kernel.family for m in (200, 512, 5000) for kernel in choices.launches(m)] == ["prefill_in_order"] * 3
+    ranked = order_choice.ranked_orders(spec, TARGET, 1.5)
+    chosen = next(r for r in ranked if r.order == order_choice.predicted_order(spec, TARGET))
+    assert chosen.few <= order_choice.SLACK * min(r.few for r in ranked)
+
+
+@pytest.mark.parametrize(
+    ("spec", "schedule", "message"),
+    [
+        (S(128, 1024, "u4", 128), PrefillInOrderSchedule(), "is for invariant matmuls; take a PrefillSchedule"),
+        (S(128, 1024, "u4", 64, zeros="float", invariant=True), PrefillInOrderSchedule(), "does not serve scales that"),
+        (
+            S(128, 1024, "u4", 128, invariant=True),
+            PrefillInOrderSchedule(panel_k=64, order_warps_k=2),
+            "panels of panel_k=64 columns do not hold products of 128; take another panel_k",
+        ),
+        (
+            S(128, 1024, "u4", 64, invariant=True),
+            PrefillInOrderSchedule(order_split_k=2, order_warps_k=2, order_step_k=128),
+            "chains of 256 columns are no whole rounds of 512 columns; take another",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(spec: lowbit.MatmulSpec, schedule: PrefillInOrderSchedule, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        PREFILL.check(spec, schedule, TARGET)
+
+
+def test_a_measured_order_is_taken(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the very matmul, whatever the type of y; and no other."""
+    spec, target = S(256, 1024, "u4", 64, invariant=True), parse_target("sm_90a")
+    predicted = order_choice.predicted_order(spec, target)
+    other = next(o for o in DECODE.orders(spec, target) if o != predicted)
+    (tmp_path / "sm_90a.json").write_text(order_tables.to_text({spec: other}))
+    monkeypatch.setattr(order_tables, "FOLDER", tmp_path)
+    for function in (order_tables.known_orders, order_choice.order_of):
+        function.cache_clear()
+    try:
+        assert order_choice.order_of(spec, target) == other == order_choice.order_of(replace(spec, out="f32"), target)
+        ampere = parse_target("sm_80")
+        assert order_choice.order_of(spec, ampere) == order_choice.predicted_order(spec, ampere)
+        assert order_tables.measured_order(replace(spec, k=2048), target) is None
+    finally:
+        for function in (order_tables.known_orders, order_choice.order_of):
+            function.cache_clear()
