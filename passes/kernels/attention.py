@@ -5,26 +5,32 @@
 
 Sinks, a cap and a mask are as a model has them: without sinks there is nothing besides the sum of p.
 
-A block has a token, queries that share a key, and a part of the places: so it reads a key once for all of them. Groups
-of 8 to 32 lanes, the *streams*, go through their places side by side. Each has its own running maximum, sum and output
-(online softmax), so that within the loop nothing is exchanged but the products of a key's columns. Keys and values of
-two rounds are on their way while one is computed. The first are asked for before the kernel in front has ended.
+A block has a token, queries that share a key, and a part of the places: so it reads a key once for all of them. Its
+warps go through the places side by side, 16 at a time. Each has its own running maxima, sums and outputs (online
+softmax), so that within the loop nothing is exchanged but the largest product of a query. Products are mma.sync:
+queries are the upper 8 rows of operand A and the lower 8 as well; p goes in as it is rounded in the upper half, and as
+what rounding takes away in the lower, so that nothing is lost to it. Keys and values of two rounds are on their way
+while one is computed. The first are asked for before the kernel in front has ended.
 
     for each round of places:       s = q . k;  m' = max(m, s);  p = exp(s - m')
-                                    l = l exp(m - m') + p;  o = o exp(m - m') + p v
-    over streams, by shared memory: m, l, o
+                                    l = l exp(m - m') + sum of p;  o = o exp(m - m') + p v
+    over warps, by shared memory:   m, l, o
     over blocks, by the workspace:  the last to come adds up the parts of all, in their order
 
-Shared memory: maxima and sums of streams [queries, streams], and outputs of warps [queries, warps, columns].
+Operands come from device memory as mma.sync takes them, 16 bytes at a time. Which column of q and k meets in which step
+does not matter to a sum, so lane t of four has columns 8t .. 8t + 7 of every 32. Of values a lane has 8 columns of four
+places, each for another product: the outputs of a product are every eighth column of 64.
+
+Shared memory: maxima and sums of warps [queries, warps], and their outputs [queries, warps, columns].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowbit.dialect.layouts.layout import Layout, local, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.passes.kernels.rope import Heads
 from lowbit.passes.launch import COUNTERS
@@ -34,13 +40,15 @@ if TYPE_CHECKING:
 
 THREADS = 256
 _WARP = 32
-_COLUMNS = 8  # of a thread: 16 bytes
-_MOST_QUERIES = 4  # of a block
-_AHEAD = 2  # rounds of places that are under way
-_PLACES = 2  # of a stream in a round
+_WARPS = THREADS // _WARP
+_QUERIES = 8  # of a block, at most: half the rows of a fragment
+_PLACES = 16  # of a warp in a round
+_COLUMNS = 128  # of values, of a warp: as many outputs as its registers hold
+_PIECE = 8  # columns of 16 bytes
+_LINE = 64  # columns of 128 bytes
+_AHEAD = 256  # columns of keys that are under way, in rounds of places
 _LEAST = -1e30  # below every product, and finite: differences of two are numbers
 _TINY = 1e-30  # less than a sum of exponentials: a token that looks at nothing gets zeros
-_ROWS = ("zero", "none")
 _INSIDE = ("zero", "none", "none")  # there may be fewer queries than rows of threads
 _WRITTEN = ("skip", "none", "none")
 PARTS = 256  # of all tokens together, at most, where their number decides how places are shared out
@@ -70,10 +78,9 @@ class AttentionPlan:
 
     @property
     def queries(self) -> int:
-        """Returns how many queries of a key a block has: as many as its registers hold."""
+        """Returns how many queries of a key a block has."""
         group = self.heads.group
-        fitting = max(number for number in range(1, _MOST_QUERIES + 1) if group % number == 0)
-        return fitting if fitting > 1 or group > 2 * _MOST_QUERIES else group
+        return max(number for number in range(1, _QUERIES + 1) if group % number == 0)
 
     @property
     def blocks(self) -> int:
@@ -123,20 +130,27 @@ def attention_program(plan: AttentionPlan) -> Program:
 
 @dataclass
 class _State:
-    """What is known of one query, or of several: the largest product, the sum of exponentials, and the output times
-    it."""
+    """What is known of a block's queries: the largest product, the sum of exponentials, and the output times it."""
 
     most: Tile
     total: Tile
     output: Tile
 
 
-def _flat(states: list[_State]) -> list[Tile]:
-    return [tile for state in states for tile in (state.most, state.total, state.output)]
+@dataclass
+class _OfWarps:
+    """What every warp knows of the queries after some rounds.
 
+    most, total   [warps, 8, 1]
+    outputs       [warps, 16, 8] for every eighth column of 64, of p as it is rounded and of the rest
+    """
 
-def _states(tiles: Sequence[Tile]) -> list[_State]:
-    return [_State(*tiles[at : at + 3]) for at in range(0, len(tiles), 3)]
+    most: Tile
+    total: Tile
+    outputs: list[Tile]
+
+    def tiles(self) -> list[Tile]:
+        return [self.most, self.total, *self.outputs]
 
 
 class _Block:
@@ -145,20 +159,20 @@ class _Block:
     def __init__(self, p: Program, plan: AttentionPlan) -> None:
         self.p, self.plan, self.heads = p, plan, plan.heads
         columns = self.heads.columns
-        self.lanes = columns // _COLUMNS
-        self.streams = THREADS // self.lanes
-        self.at_once = self.streams * _PLACES
-        self.rows = spatial(self.streams, self.lanes).local(_PLACES, _COLUMNS)
-        self.cube = (self.streams, _PLACES, columns)
-        self.of_query = self.rows.reduce((0,))
+        self.sharing = max(1, columns // _COLUMNS)  # warps that have the same places, and columns of values each
+        self.teams = _WARPS // self.sharing
+        self.panels = columns // self.sharing // _LINE  # of a warp's values
+        self.at_once = self.teams * _PLACES
+        self.ahead = max(1, _AHEAD // max(columns, _COLUMNS))
         self.queries = plan.queries
+        warps = spatial(_WARPS, 1, 1)
+        self.scores = warps.local(1, 1, _PLACES // 8) * MMA_M16N8_D.unsqueeze(0)
+        self.sums = warps * MMA_M16N8_D.unsqueeze(0)
         self.token, self.number, self.part = (p.block_id(axis) for axis in range(3))
         self.key = self.number // (self.heads.group // self.queries)
 
     def attend(self) -> None:
-        queries = [self._query(number) for number in range(self.queries)]
-        states = self._rounds(queries, *self._share())
-        combined = self._over_streams(states)
+        combined = self._over_warps(self._rounds(self._operand(), *self._share()))
         if self.plan.parts == 1:
             self._store(combined)
         else:
@@ -171,9 +185,14 @@ class _Block:
         cache is as it will be, and the L2 cache sees what is written to the rest.
         """
         first, end = self._share()
-        for ahead in range(_AHEAD):
-            for view, row in self._views(first + ahead * self.at_once, end):
-                self.p.prefetch(view, (row, 0), self.rows, ("clamp", "none"))
+        lines = self.heads.columns // _LINE
+        rows = THREADS // lines
+        layout = local(max(1, self.at_once // rows), 1, 1).spatial(min(rows, self.at_once), lines, 1)
+        layout = layout if layout.threads == THREADS else layout.replicated(THREADS // layout.threads)
+        for ahead in range(self.ahead):
+            for name in ("keys", "values"):
+                view, row = self._view(name, (lines, _LINE), (_LINE, 1), first + ahead * self.at_once, end)
+                self.p.prefetch(view, (row, 0, 0), layout, ("clamp", "none", "none"))
 
     def _share(self) -> tuple[Scalar, Scalar]:
         """Returns the first of the block's places, and their end."""
@@ -184,84 +203,186 @@ class _Block:
         first = (self.part * share).min(end)
         return first, (first + share).min(end)
 
-    def _query(self, number: int) -> Tile:
-        """Returns a query of the block's key, times the scale [1, 1, columns]."""
+    # -- operands
+
+    def _operand(self) -> Tile:
+        """Returns the block's queries as operand A [warps, 16, columns]; rows 8 to 15 are the same again."""
+        p, columns = self.p, self.heads.columns
+        row = self._row(0)
+        shape, strides = self._columns()
+        view = p.global_view(p["q"], self.plan.element, (-1, *shape), (columns, *strides), sizes=[row + self.queries])
+        inner = self._fragments(8)
+        layout = replicated(_WARPS, inner.rank) * inner
+        q = p.load(view, (row, *(0 for _ in shape)), layout, ("zero", *("none" for _ in shape)))
+        operand = spatial(_WARPS, 1, 1).local(1, 1, columns // 16) * MMA_M16N8K16_A.unsqueeze(0)
+        whole = operand.reshape((_WARPS, 2, 8, columns))
+        rows = p.view(q, self.plan.element, spatial(_WARPS, 1, 1, 1) * inner.reshape((1, 1, 8, columns)))
+        return p.reshape(self._both(whole, rows, rows), operand.shape)
+
+    def _columns(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the columns of a query or a key as steps of mma.sync take them, and strides: [32 columns, step,
+        half of a step, lane, pair]."""
+        return (self.heads.columns // 32, 2, 2, 4, 2), (32, 4, 2, 8, 1)
+
+    def _fragments(self, rows: int) -> Layout:
+        """Returns the layout of a warp's rows of queries or keys [rows, *columns]."""
+        shape, _ = self._columns()
+        return (
+            local(rows // 8, *shape[:3], 1, 1)
+            .spatial(8, 1, 1, 1, 1, 1)
+            .spatial(1, 1, 1, 1, 4, 1)
+            .local(1, 1, 1, 1, 1, 2)
+        )
+
+    def _both(self, layout: Layout, upper: Tile, lower: Tile) -> Tile:
+        """Returns a tile of this layout, whose second dim says which of two tiles an element is of."""
         p = self.p
-        view = p.global_view(p["q"], self.plan.element, (-1, self.heads.columns), sizes=[p["m"] * self.heads.queries])
-        row = self._row(number)
-        q = p.cast(p.load(view, (row, 0), self.of_query), "f32")
-        return p.reshape(p.mul(q, p.splat(p["scale"], "f32", q.layout)), (1, 1, self.heads.columns))
+        return p.select(p.iota(1, layout) < 1, upper, lower)
 
     # -- places
 
-    def _rounds(self, queries: list[Tile], first: Scalar, end: Scalar) -> list[_State]:
-        """Returns what each stream knows of each query after the block's places.
+    def _rounds(self, queries: Tile, first: Scalar, end: Scalar) -> _OfWarps:
+        """Returns what each warp knows after the block's places.
 
-        A round of the loop has `_AHEAD` rounds of places, each with registers of its own: numbers on their way are not
-        moved, which would be to wait for them.
+        A round of the loop has `ahead` rounds of places, each with registers of its own: numbers on their way are not
+        moved, which would be to wait for them. Keys and values are asked for when those before them have been used.
         """
-        p, step = self.p, self.at_once
-        states = [_State(*self._start()) for _ in queries]
-        coming = [tile for ahead in range(_AHEAD) for tile in self._load(first + ahead * step, end)]
-        count = (end - first + _AHEAD * step - 1) // (_AHEAD * step)
-        with p.loop(0, count, [*coming, *_flat(states)]) as loop:
-            coming, states = loop.carried[: 2 * _AHEAD], _states(loop.carried[2 * _AHEAD :])
-            for ahead in range(_AHEAD):
-                here = first + (loop.index * _AHEAD + ahead) * step
-                keys, values = (self._numbers(tile) for tile in coming[:2])
-                coming = [*coming[2:], *self._load(here + _AHEAD * step, end)]
-                seen, added = self._seen(here, end), self._added(here)
-                states = [self._step(q, keys, values, seen, added, state) for q, state in zip(queries, states)]
-            loop.results = [*coming, *_flat(states)]
-        return _states(loop.carried[2 * _AHEAD :])
+        p, step, rounds, known = self.p, self.at_once, range(self.ahead), self._start()
+        coming = [self._load(name, first + ahead * step, end) for ahead in rounds for name in ("keys", "values")]
+        count = (end - first + len(rounds) * step - 1) // (len(rounds) * step)
+        with p.loop(0, count, [*coming, *known.tiles()]) as loop:
+            coming = loop.carried[: len(coming)]
+            most, total, *outputs = loop.carried[len(coming) :]
+            known = _OfWarps(most, total, outputs)
+            for ahead in rounds:
+                here = first + (loop.index * len(rounds) + ahead) * step
+                keys, values, *coming = coming
+                products = self._products(queries, keys)
+                coming.append(self._load("keys", here + len(rounds) * step, end))
+                known = self._step(products, values, here, end, known)
+                coming.append(self._load("values", here + len(rounds) * step, end))
+            loop.results = [*coming, *known.tiles()]
+        most, total, *outputs = loop.carried[len(coming) :]
+        return _OfWarps(most, total, outputs)
 
-    def _numbers(self, tile: Tile) -> Tile:
-        """Returns keys or values in f32 [streams, places, columns], before what follows: their registers are free."""
-        found = self.p.cast(tile, "f32")
-        self.p.materialize(found)
-        return self.p.reshape(found, self.cube)
+    def _start(self) -> _OfWarps:
+        p, one = self.p, self._of_queries(self.scores).reduce((2,))
+        outputs = [p.constant(0.0, "f32", self.sums) for _ in range(self.panels * _PIECE)]
+        return _OfWarps(p.constant(_LEAST, "f32", one), p.constant(0.0, "f32", one), outputs)
 
-    def _start(self) -> list[Tile]:
-        cube = self.rows.reshape(self.cube)
-        one, output = cube.reduce((1, 2)), cube.reduce((1,))
-        return [self.p.constant(value, "f32", layout) for value, layout in ((_LEAST, one), (0.0, one), (0.0, output))]
+    @staticmethod
+    def _of_queries(fragments: Layout) -> Layout:
+        """Returns the layout of the upper half of accumulators."""
+        return fragments.restrict(1, 0, 8)[0]
 
-    def _load(self, here: Scalar, end: Scalar) -> list[Tile]:
-        """Returns the keys and the values of a round; zeros beyond the end."""
-        return [self.p.load(view, (row, 0), self.rows, _ROWS) for view, row in self._views(here, end)]
-
-    def _views(self, here: Scalar, end: Scalar) -> list[tuple[Memory, Scalar]]:
-        """Returns keys and values up to the end, and the row of a place in them."""
+    def _load(self, name: str, here: Scalar, end: Scalar) -> Tile:
+        """Returns the keys or the values of a round; zeros beyond the end."""
         p = self.p
+        shape, strides = self._columns() if name == "keys" else self._columns_of_values()
+        view, row = self._view(name, shape, strides, here, end)
+        layout = self._key_layout() if name == "keys" else self._value_layout()
+        return p.load(view, (row, *(0 for _ in shape)), layout, ("zero", *("none" for _ in shape)))
+
+    def _view(
+        self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], here: Scalar, end: Scalar
+    ) -> tuple[Memory, Scalar]:
+        """Returns keys or values up to the end, and the row of a place in them. shape, strides: of columns."""
+        p, columns = self.p, self.heads.columns
         base = (self.token // p["tokens"] * self.heads.keys + self.key) * p["length"]
-        shape = -1, self.heads.columns
-        views = [p.global_view(p[name], self.plan.element, shape, sizes=[base + end]) for name in ("keys", "values")]
-        return [(view, base + here) for view in views]
+        view = p.global_view(p[name], self.plan.element, (-1, *shape), (columns, *strides), sizes=[base + end])
+        return view, base + here
+
+    def _key_layout(self) -> Layout:
+        inner = self._fragments(_PLACES)
+        rank = inner.rank
+        return spatial(self.teams, *(1 for _ in range(rank - 1))) * replicated(self.sharing, rank) * inner
+
+    def _columns_of_values(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the columns of values: [warps that share places, panels of 64, lane, columns of a lane], strides."""
+        panels = self.panels
+        return (self.sharing, panels, 8, _PIECE), (panels * _LINE, _LINE, _PIECE, 1)
+
+    def _value_layout(self) -> Layout:
+        """Returns the layout of a round's values: a lane has the four places of an operand B, and 8 columns of each
+        panel."""
+        inner = local(_PLACES // 8, 1, 1, 1, 1).spatial(1, 1, 1, 8, 1).spatial(4, 1, 1, 1, 1).local(2, 1, 1, 1, 1)
+        inner = inner.local(1, 1, self.panels, 1, _PIECE)
+        return spatial(self.teams, 1, 1, 1, 1) * spatial(1, self.sharing, 1, 1, 1) * inner
+
+    def _products(self, queries: Tile, keys: Tile) -> Tile:
+        """Returns the products of a round [warps, 8, places]."""
+        p = self.p
+        operand = spatial(_WARPS, 1, 1).local(1, _PLACES // 8, self.heads.columns // 16)
+        b = p.view(keys, self.plan.element, operand * MMA_M16N8K16_B_NK.unsqueeze(0))
+        products = p.slice(p.mma(queries, b, p.constant(0.0, "f32", self.scores)), 1, 0, 8)
+        products = p.mul(products, p.splat(p["scale"], "f32", products.layout))
+        p.materialize(products)
+        return products
+
+    def _step(self, products: Tile, values: Tile, here: Scalar, end: Scalar, known: _OfWarps) -> _OfWarps:
+        """Returns what a warp knows after another round."""
+        p, seen, added = self.p, self._seen(here, end), self._added(here)
+        products = self._capped(products) if self.plan.capped else products
+        products = p.select(seen > 0.0, products if added is None else p.add(products, added), _LEAST)
+        most = p.max(known.most, p.reduce(products, 2, "max"))
+        before, weight = p.exp(known.most - most), p.mul(p.exp(products - most), seen)
+        total = p.fma(known.total, before, p.reduce(weight, 2))
+        operand = self._weights(weight)
+        factor = p.reshape(before, (_WARPS, 1, 8, 1))
+        outputs: list[Tile] = []
+        for number, output in enumerate(known.outputs):
+            scaled = p.mul(p.reshape(output, (_WARPS, 2, 8, 8)), factor)
+            b = self._of_column(values, *divmod(number, _PIECE))
+            outputs.append(p.mma(operand, b, p.reshape(scaled, (_WARPS, 16, 8))))
+            p.materialize(outputs[-1])
+        return _OfWarps(most, total, outputs)
+
+    def _weights(self, weight: Tile) -> Tile:
+        """Returns weights as operand A [warps, 16, places]: rounded, and what that takes away."""
+        p, element = self.p, self.plan.element
+        rest = p.sub(weight, p.cast(p.cast(weight, element), "f32"))
+        upper, lower = (p.reshape(each, (_WARPS, 1, 8, _PLACES)) for each in (weight, rest))
+        both = self._both(self.scores.reshape((_WARPS, 2, 8, _PLACES)), upper, lower)
+        return p.reshape(p.cast(both, element), (_WARPS, 16, _PLACES))
+
+    def _of_column(self, values: Tile, panel: int, column: int) -> Tile:
+        """Returns one column of each lane's in a panel as operand B [warps, 8, places]."""
+        p = self.p
+        part = p.slice(p.slice(values, 2, panel, 1), 4, column, 1)
+        return p.view(part, self.plan.element, spatial(_WARPS, 1, 1) * MMA_M16N8K16_B_NK.unsqueeze(0))
+
+    @property
+    def _places(self) -> Layout:
+        """The layout of numbers of a round's places [places, 1], as scores have them."""
+        inner = local(_PLACES // 8, 1).replicated(8).spatial(4, 1).local(2, 1)
+        return spatial(self.teams, 1) * replicated(self.sharing, 2) * inner
+
+    def _by_warp(self, numbers: Tile, element: str) -> Tile:
+        """Returns numbers of places [warps, 1, places]."""
+        return self.p.view(numbers, element, self._of_queries(self.scores).reduce((1,)))
 
     def _seen(self, here: Scalar, end: Scalar) -> Tile:
-        """Tells which places of a round the token looks at [streams, places, 1]."""
-        p, layout = self.p, self.rows.reduce((1,))
+        """Tells which places of a round the token looks at [warps, 1, places]."""
+        p, layout = self.p, self._places
         place = p.iota(0, layout) + p.splat(here, "i32", layout)
-        shape = (self.streams, _PLACES, 1)
         inside = p.select(place < p.splat(end, "i32", layout), p.constant(1.0, "f32", layout), 0.0)
         if self.plan.masked and not self.plan.added:
-            inside = p.mul(inside, p.cast(self._mask(here, "i8", layout), "f32", "unsigned"))
-        return p.reshape(inside, shape)
+            inside = p.mul(inside, p.cast(self._mask(here, "i8"), "f32", "unsigned"))
+        return self._by_warp(inside, "f32")
 
     def _added(self, here: Scalar) -> Tile | None:
-        """Returns what a mask adds to the products of a round [streams, places, 1]."""
+        """Returns what a mask adds to the products of a round [warps, 1, places]."""
         if not self.plan.added:
             return None
-        numbers = self.p.cast(self._mask(here, self.plan.element, self.rows.reduce((1,))), "f32")
-        return self.p.reshape(numbers, (self.streams, _PLACES, 1))
+        return self._by_warp(self.p.cast(self._mask(here, self.plan.element), "f32"), "f32")
 
-    def _mask(self, here: Scalar, element: str, layout: Layout) -> Tile:
+    def _mask(self, here: Scalar, element: str) -> Tile:
         """Returns a round's part of the mask."""
         p = self.p
         row = self.token // p["tokens"] * p["mask_rows"] + self.token % p["tokens"]
         base = row * p["length"]
         view = p.global_view(p["mask"], element, (-1, 1), sizes=[base + p["length"]])
-        return p.load(view, (base + here, 0), layout, ("zero", "none"))
+        return p.load(view, (base + here, 0), self._places, ("zero", "none"))
 
     def _capped(self, products: Tile) -> Tile:
         """Returns cap * tanh(products / cap), by an exponential: `tanh.approx` is as exact as f16."""
@@ -270,49 +391,41 @@ class _Block:
         power = p.exp(p.mul(p.mul(products, inverse), 2.0))
         return p.mul(cap, p.sub(1.0, p.div(2.0, p.add(power, 1.0))))
 
-    def _step(
-        self, query: Tile, keys: Tile, values: Tile, seen: Tile, added: Tile | None, state: _State
-    ) -> _State:
-        """Returns what a stream knows of a query after another round."""
-        p, seen_at, products = self.p, seen > 0.0, self.p.reduce(self.p.mul(keys, query), 2)
-        products = self._capped(products) if self.plan.capped else products
-        products = p.select(seen_at, products if added is None else p.add(products, added), _LEAST)
-        most = p.max(state.most, p.reduce(products, 1, "max"))
-        before, weight = p.exp(state.most - most), p.mul(p.exp(products - most), seen)
-        total = p.fma(state.total, before, p.reduce(weight, 1))
-        return _State(most, total, p.fma(state.output, before, p.reduce(p.mul(values, weight), 1)))
+    # -- warps
 
-    # -- streams
-
-    def _over_streams(self, states: list[_State]) -> _State:
+    def _over_warps(self, known: _OfWarps) -> _State:
         """Returns what the block knows of its queries: maxima and sums [queries, 1, 1], and outputs
         [queries, 1, columns]."""
-        p, warps, columns = self.p, THREADS // _WARP, self.heads.columns
-        maxima, totals = (p.alloc_shared("f32", (self.queries, self.streams, 1)) for _ in range(2))
-        for number, state in enumerate(states):
-            for tile, target in ((state.most, maxima), (state.total, totals)):
-                p.store(p.reshape(tile, (1, self.streams, 1)), target, (number, 0, 0))
+        p, queries, teams, columns = self.p, self.queries, self.teams, self.heads.columns
+        of_team = spatial(1, teams, 1).replicated(self.sharing).spatial(8, 1, 1).replicated(4)
+        maxima, totals = (p.alloc_shared("f32", (queries, teams, 1)) for _ in range(2))
+        for tile, target in ((known.most, maxima), (known.total, totals)):
+            p.store(p.view(tile, "f32", of_team), target, (0, 0, 0), _WRITTEN)
         p.barrier()
-        factors = [self._factor(maxima, number, state.most) for number, state in enumerate(states)]
-        outputs = p.alloc_shared("f32", (self.queries, warps, columns))
-        for number, (state, factor) in enumerate(zip(states, factors)):
-            scaled = p.reshape(p.mul(state.output, factor), (1, warps, self.streams // warps, columns))
-            p.store(p.reshape(p.reduce(scaled, 2), (1, warps, columns)), outputs, (number, 0, 0))
-        of_streams = self._queries(self.streams).reduce((2,))
-        each, sums = (p.load(memory, (0, 0, 0), of_streams, _INSIDE) for memory in (maxima, totals))
+        of_all = local(1, teams, 1).replicated(_WARPS).spatial(8, 1, 1).replicated(4)
+        each = p.load(maxima, (0, 0, 0), of_all, _INSIDE)
+        most = p.reshape(p.reduce(each, 1, "max"), (1, 8, 1))
+        factor = p.reshape(p.exp(known.most - most), (_WARPS, 1, 8, 1))
+        shape = (queries, teams, self.sharing, self.panels, 8, _PIECE)
+        strides = (teams * columns + 8, columns, self.panels * _LINE, _LINE, 1, 8)  # lanes are in different banks
+        outputs = p.alloc_shared("f32", shape, strides)
+        of_lanes = spatial(1, teams, 1, 1, 1, 1) * spatial(1, 1, self.sharing, 1, 1, 1)
+        of_lanes = of_lanes.spatial(8, 1, 1, 1, 1, 1).spatial(1, 1, 1, 1, 4, 1).local(1, 1, 1, 1, 2, 1)
+        for number, output in enumerate(known.outputs):
+            both = p.reduce(p.mul(p.reshape(output, (_WARPS, 2, 8, 8)), factor), 1)
+            place = (0, 0, 0, number // _PIECE, 0, number % _PIECE)
+            p.store(p.view(both, "f32", of_lanes), outputs, place, ("skip", *("none" for _ in shape[1:])))
+        layout = self._rows(teams)
+        each, sums = (p.load(memory, (0, 0, 0), layout.reduce((2,)), _INSIDE) for memory in (maxima, totals))
         most = p.reduce(each, 1, "max")
         total = p.reduce(p.mul(sums, p.exp(each - most)), 1)
         p.barrier()
-        output = p.reduce(p.load(outputs, (0, 0, 0), self._queries(warps), _INSIDE), 1)
-        return _State(most, total, output)
+        rows = layout.shape[0]
+        boundary = "zero", *("none" for _ in shape[1:])
+        every = p.load(outputs, (0,) * len(shape), layout.reshape((rows, *shape[1:])), boundary)
+        return _State(most, total, p.reduce(p.reshape(every, (rows, teams, columns)), 1))
 
-    def _factor(self, maxima: Memory, number: int, mine: Tile) -> Tile:
-        """Returns the factor by which a stream's numbers of a query count [streams, 1, 1]."""
-        p = self.p
-        each = p.load(maxima, (number, 0, 0), local(1, self.streams, 1).replicated(THREADS))
-        return p.exp(mine - p.reduce(each, 1, "max"))
-
-    def _queries(self, parts: int) -> Layout:
+    def _rows(self, parts: int) -> Layout:
         """Returns the layout of parts of all queries [queries or more, parts, columns]: a thread has all parts of some
         columns of a query."""
         rows = 1
@@ -356,7 +469,7 @@ class _Block:
             p.store(tile, memory, (row, self.part, 0), _WRITTEN)
         counters = p.global_view(p[WORKSPACE], "i32", (COUNTERS,))
         with p.when(p.last_arrival(counters, which, parts)):
-            layout = self._queries(parts)
+            layout = self._rows(parts)
             of_query = layout.reduce((2,))
             every, each, sums = (
                 p.load(memory, (row, 0, 0), layout if memory.type.shape[2] > 1 else of_query, _INSIDE)

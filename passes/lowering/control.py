@@ -10,7 +10,7 @@ from lowbit.dialect.bindings import arith, gpu, ir, nvvm, scf
 from lowbit.dialect.errors import PassError
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext, int_attr
-from lowbit.passes.lowering.fragment import Fragment
+from lowbit.passes.lowering.fragment import Fragment, kind_of
 from lowbit.passes.lowering.registry import lower_block, lowers
 
 _AXES = (gpu.Dimension.x, gpu.Dimension.y, gpu.Dimension.z)
@@ -54,7 +54,7 @@ def for_loop(op: Any, c: LoweringContext) -> None:
     lower, upper, step, *carried = op.operation.operands
     if any(value in c.places for value in carried):
         raise PassError("lower-tiles: a loop cannot carry views or buffers, only tiles and scalars")
-    start = [c.carried(value) for value in carried]
+    start = [_kept(c.carried(value)) for value in carried]
     flat = [register for value in start for register in _registers(value, value)]
     loop = scf.ForOp(*(c.scalars[value] for value in (lower, upper, step)), flat)
     loop.operation.attributes["loop_annotation"] = ir.Attribute.parse(
@@ -70,6 +70,14 @@ def for_loop(op: Any, c: LoweringContext) -> None:
         c.pending.finish_reads()  # after the results, which took what they need in their own order
         scf.YieldOp(results)
     _bind(c, op.operation.results, start, loop.results)
+
+
+def _kept(value: Any) -> Any:
+    """Returns a tile of numbers of 16 bits in pairs, which take half as many registers; anything else as it is."""
+    if not isinstance(value, Fragment) or value.kind == kind_of(value.reg) or value.kind == "word":
+        return value
+    registers = value.registers(kind_of(value.reg))
+    return Fragment(value.reg, kind_of(value.reg), registers.__getitem__)
 
 
 def _registers(value: Any, like: Any) -> list[Any]:
