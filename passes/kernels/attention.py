@@ -196,10 +196,10 @@ class _Block:
 
     def _share(self) -> tuple[Scalar, Scalar]:
         """Returns the first of the block's places, and their end."""
-        p, step = self.p, self.plan.parts * self.at_once
+        p, step = self.p, self.plan.parts * _PLACES
         held = p.read_index(p.global_view(p["held"], "i32", (1,)), (0,))
         end = (held + self.token % p["tokens"] + 1).min(p["length"]).max(1)  # even for a guess from fresh memory
-        share = (end + step - 1) // step * self.at_once
+        share = (end + step - 1) // step * _PLACES
         first = (self.part * share).min(end)
         return first, (first + share).min(end)
 
