@@ -32,9 +32,14 @@ _IN_ACT: tuple[_Family, _Family] = (Experts(), ExpertsMma())
 _IN_BYTES: tuple[_Family, _Family] = (EightBitExperts(), EightBitExpertsMma())
 _OF_FEW = ExpertsDecode()  # has candidates for tiles that it is as fast for as a persistent kernel
 _TILES = (8, 16, 32, 64, 128, 192)
-_TILES_OF_WGMMA = (8, 16, 32, 64, 96, 128, 192, 256)
-_BY_MEAN = ((5, 8), (11, 16), (42, 32), (56, 64), (75, 96), (105, 128), (180, 192), (math.inf, 256))
+_TILES_OF_WGMMA = (8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256)
+_BY_MEAN = (
+    *((5, 8), (11, 16), (17, 24), (26, 32), (39, 48), (56, 64), (70, 80), (80, 96)),
+    *((105, 128), (125, 144), (145, 160), (180, 192), (225, 256), (270, 144), (math.inf, 256)),
+)
 """Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
+_OF_BYTES = ((5, 8), (11, 16), (42, 32), (56, 64), (75, 96), (105, 128), (180, 192), (math.inf, 256))
+"""The same for x of 8 bits, whose kernels have fewer sizes, and for formats whose tiles of 48 would spill."""
 _WITHOUT_SHORT = ((5, 8), (11, 16), (26, 32), (100, 64), (150, 192), (400, 128), (math.inf, 192))
 """The same where tiles have 192 slots at most: no kernel multiplies short ones by narrower products."""
 
@@ -104,4 +109,6 @@ def tile_for(tiles: Sequence[int], slots: int, experts: int) -> int:
 
 
 def _by_mean(tiles: Sequence[int]) -> Sequence[tuple[float, int]]:
-    return _BY_MEAN if tiles[-1] == _BY_MEAN[-1][1] else _WITHOUT_SHORT
+    if tiles[-1] != _BY_MEAN[-1][1]:
+        return _WITHOUT_SHORT
+    return _BY_MEAN if 48 in tiles else _OF_BYTES
