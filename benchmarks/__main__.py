@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from functools import cache
@@ -226,6 +227,37 @@ def experts(
     for name in names or USUAL:
         records += measure(name, tokens, _log, config, others)
         write(records, out, commit)
+    print(table(records))
+
+
+@app.command()
+def orders(
+    sizes: Annotated[str, typer.Argument(help="n x k: 4096x4096,8192x8192.")] = "4096x4096",
+    weight: Annotated[str, typer.Option("--weight", "-w", help="Format.")] = "u4",
+    group_size: Annotated[int, typer.Option("--group-size", "-g", help="Columns per scale.")] = 128,
+    zeros: Annotated[str, typer.Option(help="none, int or float.")] = "none",
+    count: Annotated[int, typer.Option(help="Orders that are timed.")] = 8,
+    each: Annotated[int, typer.Option(help="Schedules of an order and a number of tokens.")] = 4,
+    out: Annotated[Path, typer.Option(help="Results.")] = Path("orders.json"),
+    write: Annotated[Path | None, typer.Option(help="Results, to write to lowbit's tables; nothing is timed.")] = None,
+) -> None:
+    """Orders of sums of invariant matmuls, beside what is chosen without `invariant`: microseconds."""
+    from benchmarks.orders import measure, read, table, write_tables
+    from lowbit.dialect.spec import MatmulSpec
+    from lowbit.passes.scheduling import tables
+    from lowbit.passes.targets import parse_target
+    from lowbit.pylib.runtime.kernel import gpu_target
+
+    if write:
+        schedules = Path(tables.__file__).parent / "data" / "nvidia_h200.json"
+        print(write_tables(read(write), parse_target("sm_90a"), schedules))
+        return
+    _check_gpu()
+    pairs = [tuple(map(int, size.split("x"))) for size in sizes.split(",")]
+    given = {"weight": weight, "group_size": group_size, "zeros": zeros, "invariant": True}
+    specs = [MatmulSpec.from_dict(MatmulSpec(n, k, "u4").to_dict() | given) for n, k in pairs]
+    records = measure(specs, gpu_target(None), count, each, _log)
+    out.write_text(json.dumps(records, indent=1), encoding="utf-8")
     print(table(records))
 
 
