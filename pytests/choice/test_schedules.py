@@ -54,8 +54,8 @@ def test_what_was_measured_is_taken() -> None:
         other = replace(spec, bias=True, out="f32")  # whose results take more shared memory
         if family_of(found.schedule).suits(other, found.schedule, HOPPER, spec):
             assert schedule_for(other, key.tokens, HOPPER) == found.schedule
-        if key.tokens > 64 or i % 4:
-            continue  # for wgmma only; and some are enough
+        if key.tokens > 64 or i % 4 or spec.invariant:
+            continue  # for wgmma only; some are enough; the order of sums was measured for sm_90a alone
         plain = schedule_for(spec, key.tokens, parse_target("sm_90"))
         assert not getattr(plain, "wgmma", False) and (plain == found.schedule or found.schedule.wgmma)
         assert schedule_for(spec, key.tokens, parse_target("sm_80")) == default_schedule(

@@ -162,7 +162,8 @@ def test_which_kernel_serves_which_tiles() -> None:
         for target in (HOPPER, AMPERE)
     }
     few, many = ExpertsDecodeSchedule, ExpertsSchedule
-    assert kinds[HOPPER] == dict.fromkeys((8, 16, 32, 64), few) | dict.fromkeys((96, 128, 192, 256), many)
+    fewest = (8, 16, 24, 32, 48, 64, 80)
+    assert kinds[HOPPER] == dict.fromkeys(fewest, few) | dict.fromkeys((96, 128, 144, 160, 192, 256), many)
     assert kinds[AMPERE] == dict.fromkeys((8, 16), few) | dict.fromkeys((32, 64, 128, 192), ExpertsMmaSchedule)
 
 

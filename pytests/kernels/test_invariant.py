@@ -253,7 +253,7 @@ def test_a_measured_schedule_counts_if_it_has_the_order() -> None:
     spec, target = replace(SPECS["u4"], n=4096, k=4096, invariant=True), parse_target("sm_90a")
     chooser = choice.Chooser(spec, target)
     ours = replace(chooser.predicted(16).schedule, num_stages=5)
-    other = replace(ours, split_k=ours.split_k * 2)
+    other = replace(ours, split_k=ours.split_k * 2, cluster=1)
     for measured, origins in ((ours, ("measured", "like one measured")), (other, ("rule", "rule"))):
         for key, origin in zip((spec, replace(spec, act="bf16", scale="bf16")), origins):
             entry = Entry(Key.of(key, 16), measured, 0.5, "2026-11-21", "0.1.0")

@@ -83,7 +83,7 @@ _OF_SMALL_GROUPS = {
         *(_Shape(2, 2, 4, 128, 2, 2), _Shape(2, 2, 2, 128, 2, 3)),
     )
 }
-_IN_ORDER = (8, 16, 32, 64)  # slots of tiles of invariant matmuls
+IN_ORDER = (8, 16, 32, 64)  # slots of tiles of invariant matmuls
 _MOST_HALVED = 32  # slots of a tile, up to which blocks may share k
 _MANY = 64  # slots of a tile, from which on the first product need not wait for the copies of a round
 _LEAST = (_Shape(1, 1, 4, 0, 2, 4), _Shape(1, 1, 2, 0, 2, 4), _Shape(1, 1, 1, 0, 2, 4))  # step_k: a chunk
@@ -127,7 +127,7 @@ def in_order(
 ) -> list[ExpertsDecodeSchedule]:
     """Returns the family's schedules with tiles of so many slots whose kernels have an order of sums: the shapes of
     candidates, with k cut as the order says; those of 16 slots, too, where the others are of wgmma."""
-    shapes = (*_SHAPES[tile], *_SHAPES[16], *_LEAST) if tile in _IN_ORDER else ()
+    shapes = (*_SHAPES[tile], *_SHAPES[16], *_LEAST) if tile in IN_ORDER else ()
     cut = dict.fromkeys(shape._replace(warps_k=order.warps_k, step_k=order.step_k) for shape in shapes)
     found = _fitting(spec, tile, target, family, [each for each in cut if each.warps_n * each.warps_k <= MOST_WARPS])
     return [s for s in found if sum_order(spec, s) == order]

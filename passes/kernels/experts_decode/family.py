@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import SURE, Candidates, KernelFamily, Operation
 from lowbit.passes.kernels.experts_decode import legality
-from lowbit.passes.kernels.experts_decode.candidates import candidates, cuts, in_order
+from lowbit.passes.kernels.experts_decode.candidates import IN_ORDER, candidates, cuts, in_order
 from lowbit.passes.kernels.experts_decode.schedule import TOKENS, ExpertsDecodeSchedule
 from lowbit.passes.kernels.streaming.cost_model import predict
 from lowbit.passes.kernels.streaming.order import sum_order
@@ -36,7 +36,8 @@ class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         """Slots of a tile, of which a kernel serves any number."""
-        return tuple(tile for tile in TOKENS if self.candidates(spec, tile, target)) if spec.experts > 1 else ()
+        tiles = (IN_ORDER if spec.invariant else TOKENS) if spec.experts > 1 else ()
+        return tuple(tile for tile in tiles if self.candidates(spec, tile, target))
 
     def serves(self, schedule: ExpertsDecodeSchedule, token_tile: int) -> bool:
         return schedule.tokens == token_tile
