@@ -72,12 +72,15 @@ def for_loop(op: Any, c: LoweringContext) -> None:
     _bind(c, op.operation.results, start, loop.results)
 
 
+_MANY = 32
+
+
 def _kept(value: Any) -> Any:
-    """Returns a tile of numbers of 16 bits in pairs, which take half as many registers; anything else as it is."""
-    if not isinstance(value, Fragment) or value.kind == kind_of(value.reg) or value.kind == "word":
+    """Returns a tile of many numbers of 16 bits in pairs, which take half as many registers; anything else as it is."""
+    if not isinstance(value, Fragment) or value.kind != "scalar" or value.reg.layout.locals < _MANY:
         return value
-    registers = value.registers(kind_of(value.reg))
-    return Fragment(value.reg, kind_of(value.reg), registers.__getitem__)
+    kind = kind_of(value.reg)
+    return Fragment(value.reg, kind, value.registers(kind).__getitem__)
 
 
 def _registers(value: Any, like: Any) -> list[Any]:

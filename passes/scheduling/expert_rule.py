@@ -33,6 +33,7 @@ _IN_BYTES: tuple[_Family, _Family] = (EightBitExperts(), EightBitExpertsMma())
 _OF_FEW = ExpertsDecode()  # has candidates for tiles that it is as fast for as a persistent kernel
 _TILES = (8, 16, 32, 64, 128, 192)
 _TILES_OF_WGMMA = (8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256)
+_TILES_OF_BYTES = (16, 32, 64, 96, 128, 192, 256)
 _BY_MEAN = (
     *((5, 8), (11, 16), (17, 24), (26, 32), (39, 48), (56, 64), (70, 80), (80, 96)),
     *((105, 128), (125, 144), (145, 160), (180, 192), (225, 256), (270, 144), (math.inf, 256)),
@@ -83,7 +84,8 @@ def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
 
     Raises SpecError for a spec or a target without any; it says why.
     """
-    tiles = _TILES_OF_WGMMA if target.has_wgmma else _TILES
+    by_wgmma = _TILES_OF_BYTES if spec.compute else _TILES_OF_WGMMA
+    tiles = by_wgmma if target.has_wgmma else _TILES
     found = tuple(tile for tile in tiles if all(schedule_for(kind, tile, target) for kind in spec.kinds))
     if not found:
         for kind in spec.kinds:

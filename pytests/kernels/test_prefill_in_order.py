@@ -11,9 +11,11 @@ import torch
 
 import lowbit
 from lowbit.dialect.errors import SpecError
+from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling import choice, order_choice, order_tables
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.matmul import Matmul
@@ -91,6 +93,20 @@ def test_k_need_not_be_whole_chains(k: int) -> None:
     x, tensors = random_inputs(spec, 140, 1)
     few = multiplied(spec, in_order(DECODE, spec, 8, order)[0], order, x[:8], tensors)
     assert torch.equal(multiplied(spec, in_order(PREFILL, spec, 160, order)[0], order, x, tensors)[:8], few)
+
+
+IN_TYPE = [("u4", "f16"), ("u3", "bf16"), ("f6e3m2", "bf16"), ("nf4", "f16"), ("i8", "bf16")]
+
+
+@pytest.mark.parametrize(("weight", "act"), IN_TYPE)
+def test_few_spills(weight: str, act: str) -> None:
+    """Of what is chosen for a prompt few registers are spilled, none with u4, and no product waits for the one before."""
+    choices = lowbit.compile(S(8192, 8192, weight, 128, act=act, invariant=True), TARGET.name).choices
+    (kernel,) = choices.launches(512)
+    assert kernel.family == "prefill_in_order"
+    used = resource_usage(compile_kernel(kernel).ptx, TARGET)
+    most = 0 if weight == "u4" else 128
+    assert max(used.spill_stores, used.spill_loads) <= most and not used.serialized, kernel.schedule
 
 
 @pytest.mark.parametrize("size", [(4096, 4096), (6144, 2560), (57344, 8192)], ids=str)
