@@ -229,6 +229,14 @@ def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not right
 
 
+def test_short_tiles_have_columns_that_integers_can_have() -> None:
+    spec = MatmulSpec(256, 256, "u4", 128, experts=2, compute="i8")
+    with pytest.raises(SpecError, match="last_tokens=40 must be 0 with tokens=160: wgmma of integers has"):
+        request(spec, HOPPER, EightBitExpertsSchedule(160, last_tokens=40))
+    request(replace(spec, compute="f8e4m3"), HOPPER, EightBitExpertsSchedule(160, last_tokens=40))
+    request(spec, HOPPER, EightBitExpertsSchedule(144, last_tokens=32))
+
+
 # -- resources
 
 

@@ -100,7 +100,7 @@ IN_TYPE = [("u4", "f16"), ("u3", "bf16"), ("f6e3m2", "bf16"), ("nf4", "f16"), ("
 
 @pytest.mark.parametrize(("weight", "act"), IN_TYPE)
 def test_few_spills(weight: str, act: str) -> None:
-    """Of what is chosen for a prompt few registers are spilled, none with u4, and no product waits for the one before."""
+    """Of what is chosen for a prompt few registers are spilled, none with u4, and no product waits for another."""
     choices = lowbit.compile(S(8192, 8192, weight, 128, act=act, invariant=True), TARGET.name).choices
     (kernel,) = choices.launches(512)
     assert kernel.family == "prefill_in_order"

@@ -13,6 +13,8 @@ from lowbit.passes.kernels.persistent.legality import check_shared
 from lowbit.passes.kernels.requirements import PER_EXPERT, check_compute, check_experts
 from lowbit.passes.target import Target
 
+_FEW = 24  # columns, up to which every multiple of 8 will do (PTX ISA 9.7.15.5.1)
+
 
 def check_schedule(spec: MatmulSpec, s: EightBitExpertsSchedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
@@ -21,6 +23,9 @@ def check_schedule(spec: MatmulSpec, s: EightBitExpertsSchedule, target: Target)
     if not target.has_wgmma:
         what = "eight_bit_experts needs sm_90a"
         raise SpecError(f"schedule: {what}, the target is {target}; take an EightBitExpertsMmaSchedule")
+    if spec.compute == "i8" and s.last_tokens > _FEW and s.last_tokens % 16:
+        columns = f"wgmma of integers has 8, 16, {_FEW} or a multiple of 16 columns"
+        raise SpecError(f"schedule: last_tokens={s.last_tokens} must be 0 with tokens={s.tokens}: {columns}")
     plan = bytes_plan(spec, s, WGMMA)
     check_sums(plan)
     check_weight(plan, PER_EXPERT)
