@@ -331,17 +331,17 @@ def test_explain_experts():
     sizes = ("-n", 196608, "-k", 2048, "-g", 128, "--experts", 128, "-t", "sm_90a")
     *few, table = lowbit("explain", *sizes).output.split("slots        launches\n")[1:]
     assert few[0].startswith("1 to ") and table.startswith("12 to ") and "dequantize" not in table
-    assert "23041 on     m256\n" in table and "m256         experts         tokens=256, num_stages=4" in table
+    assert "34561 on     m256\n" in table and "m256         experts         tokens=256, num_stages=4" in table
     read = json.loads(lowbit("explain", *sizes, "--json").output)
     assert read["few"]["rows"][-1]["last"] == 11
-    assert "tokens = 32" in lowbit("compile", *EXPERTS, "-m", 200, "--stop-after", "lowbit", "-t", "sm_90a").output
+    assert "tokens = 48" in lowbit("compile", *EXPERTS, "-m", 200, "--stop-after", "lowbit", "-t", "sm_90a").output
 
 
 def test_explain_experts_that_are_quantized_where_they_have_many_slots():
     """From 30 for each of 128 on. Of fewer there are tables with and without a multiprocessor for each tile."""
     sizes = ("-n", 196608, "-k", 2048, "-g", 128, "--experts", 128, "-t", "sm_90a", "--compute", "i8")
     *alone, few, many = lowbit("explain", *sizes, "--compute-from", 30).output.split("slots        launches\n")[1:]
-    assert alone[0].startswith("1 to ") and few.startswith("12 to ") and " to 3839 m32\n\n" in few
+    assert alone[0].startswith("1 to ") and few.startswith("12 to ") and " to 3839 m48\n\n" in few
     assert many.startswith("3840 to ") and many.count("eight_bit_experts ") == 5
 
 
