@@ -17,6 +17,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 Commit = Annotated[str | None, typer.Option(help="Of the sources, where they are no git checkout.")]
 File = Annotated[Path, typer.Argument(help="What `run` has written.")]
+Weight = Annotated[str, typer.Option("--weight", "-w", help="Format.")]
+GroupSize = Annotated[int, typer.Option("--group-size", "-g", help="Columns per scale.")]
+Zeros = Annotated[str, typer.Option(help="none, int or float.")]
 
 
 FORMATS = "u4,bf16,u8,f6e3m2,u2,u4:f8e4m3"
@@ -233,9 +236,9 @@ def experts(
 @app.command()
 def orders(
     sizes: Annotated[str, typer.Argument(help="n x k: 4096x4096,8192x8192.")] = "4096x4096",
-    weight: Annotated[str, typer.Option("--weight", "-w", help="Format.")] = "u4",
-    group_size: Annotated[int, typer.Option("--group-size", "-g", help="Columns per scale.")] = 128,
-    zeros: Annotated[str, typer.Option(help="none, int or float.")] = "none",
+    weight: Weight = "u4",
+    group_size: GroupSize = 128,
+    zeros: Zeros = "none",
     count: Annotated[int, typer.Option(help="Orders that are timed.")] = 8,
     each: Annotated[int, typer.Option(help="Schedules of an order and a number of tokens.")] = 4,
     out: Annotated[Path, typer.Option(help="Results.")] = Path("orders.json"),
@@ -264,9 +267,9 @@ def orders(
 @app.command()
 def layer(
     name: Annotated[str, typer.Argument(help="llama-3.1-8b, or qwen3-30b-a3b: its attention.")] = "llama-3.1-8b",
-    weight: Annotated[str, typer.Option("--weight", "-w", help="Format.")] = "u4",
-    group_size: Annotated[int, typer.Option("--group-size", "-g", help="Columns per scale.")] = 128,
-    zeros: Annotated[str, typer.Option(help="none, int or float.")] = "int",
+    weight: Weight = "u4",
+    group_size: GroupSize = 128,
+    zeros: Zeros = "int",
     m: Annotated[str, typer.Option("--m", "-m", help="Sequences that are decoded at once.")] = "1,4,16",
     context: Annotated[str, typer.Option(help="Tokens in the cache.")] = "512,4096",
     runs: Annotated[str, typer.Option(help="Of fused, lowbit and bf16.")] = "fused,lowbit,bf16",

@@ -18,6 +18,7 @@ from datetime import date
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import lowbit
@@ -55,10 +56,10 @@ class Timed:
         return min(self.times.get(m, math.inf), m / TOKENS[-1] * self.times[TOKENS[-1]] if m > TOKENS[-1] else math.inf)
 
     def few(self) -> float:
-        return mean(map(self.time, TOKENS))
+        return geometric_mean(map(self.time, TOKENS))
 
     def all(self) -> float:
-        return mean(map(self.time, ALL))
+        return geometric_mean(map(self.time, ALL))
 
 
 def options(spec: MatmulSpec, target: Target, orders: int, each: int) -> Options:
@@ -84,27 +85,24 @@ def _fastest(spec: MatmulSpec, target: Target, order: SumOrder, m: int, each: in
 
 def best_orders(spec: MatmulSpec, found: Options, time: Time) -> list[Timed]:
     """Returns the orders that are worth being timed finely, by coarse times, with the fastest schedules of each."""
-    coarse = [_timed(spec, order, of_m, partial(_of_replays, time, COARSE_REPLAYS)) for order, of_m in found.items()]
+    coarse = [_timed(spec, order, of_m, time, COARSE_REPLAYS) for order, of_m in found.items()]
     whole = [each for each in coarse if all(m in each.times for m in TOKENS)]
     by = [sorted(whole, key=key) for key in (Timed.few, Timed.all)]
     kept = {id(each): each for pair in zip(*by) for each in pair}
     return list(kept.values())[:FINE]
 
 
-def _of_replays(time: Time, replays: int, problem: Problem, schedule: KernelSchedule) -> float:
-    return time(problem, schedule, replays)
-
-
 def _timed(
     spec: MatmulSpec,
     order: SumOrder,
     schedules: Mapping[int, Sequence[KernelSchedule]],
-    time: Callable[[Problem, KernelSchedule], float],
+    time: Time,
+    replays: int,
 ) -> Timed:
     """Returns an order with its fastest schedules, of those that are given."""
     found = Timed(order)
     for m, some in schedules.items():
-        times = {schedule: time(Problem(spec, m), schedule) for schedule in some}
+        times = {schedule: time(Problem(spec, m), schedule, replays) for schedule in some}
         schedule = min(times, key=times.__getitem__, default=None)
         if schedule is not None and math.isfinite(times[schedule]):
             found.schedules[m], found.times[m] = schedule, times[schedule]
@@ -144,9 +142,8 @@ def measure(
                     return math.inf
                 return stand.time(problem, schedule, replays)
 
-            fine = partial(_of_replays, time, FINE_REPLAYS)
             final = [
-                _timed(spec, coarse.order, {m: [s] for m, s in coarse.schedules.items()}, fine)
+                _timed(spec, coarse.order, {m: [s] for m, s in coarse.schedules.items()}, time, FINE_REPLAYS)
                 for coarse in best_orders(spec, found, time)
             ]
             best = choose(final)
@@ -216,7 +213,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
             times = {m: order["us"][str(m)] for m in ALL}
             cells = [f"{times[m]:.1f} ({times[m] / usual[m]:.2f})" for m in ALL]
             name = " x ".join(str(order[part]) for part in CUT) + (" *" if order["best"] else "")
-            rows.append([size, name, *cells, f"{mean(times[m] / usual[m] for m in TOKENS):.3f}"])
+            rows.append([size, name, *cells, f"{geometric_mean(times[m] / usual[m] for m in TOKENS):.3f}"])
     return aligned(rows)
 
 
@@ -250,9 +247,3 @@ def _tile(spec: MatmulSpec, schedule: KernelSchedule, m: int, target: Target) ->
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a file."""
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def mean(times: Iterable[float]) -> float:
-    """Returns the geometric mean."""
-    logarithms = [math.log(time) for time in times]
-    return math.exp(sum(logarithms) / len(logarithms))

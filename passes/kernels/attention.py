@@ -26,6 +26,7 @@ Shared memory: maxima and sums of warps [queries, warps], and their outputs [que
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -149,6 +150,11 @@ class _OfWarps:
     total: Tile
     outputs: list[Tile]
 
+    @staticmethod
+    def of(tiles: Sequence[Tile]) -> _OfWarps:
+        most, total, *outputs = tiles
+        return _OfWarps(most, total, outputs)
+
     def tiles(self) -> list[Tile]:
         return [self.most, self.total, *self.outputs]
 
@@ -251,9 +257,7 @@ class _Block:
         coming = [self._load(name, first + ahead * step, end) for ahead in rounds for name in ("keys", "values")]
         count = (end - first + len(rounds) * step - 1) // (len(rounds) * step)
         with p.loop(0, count, [*coming, *known.tiles()]) as loop:
-            coming = loop.carried[: len(coming)]
-            most, total, *outputs = loop.carried[len(coming) :]
-            known = _OfWarps(most, total, outputs)
+            coming, known = loop.carried[: len(coming)], _OfWarps.of(loop.carried[len(coming) :])
             for ahead in rounds:
                 here = first + (loop.index * len(rounds) + ahead) * step
                 keys, values, *coming = coming
@@ -262,8 +266,7 @@ class _Block:
                 known = self._step(products, values, here, end, known)
                 coming.append(self._load("values", here + len(rounds) * step, end))
             loop.results = [*coming, *known.tiles()]
-        most, total, *outputs = loop.carried[len(coming) :]
-        return _OfWarps(most, total, outputs)
+        return _OfWarps.of(loop.carried[len(coming) :])
 
     def _start(self) -> _OfWarps:
         p, one = self.p, self._of_queries(self.scores).reduce((2,))
