@@ -234,6 +234,44 @@ def experts(
 
 
 @app.command()
+def vllm(
+    model: Annotated[str, typer.Argument(help="A model that `lowbit bench-model` knows.")] = "llama-3.1-8b",
+    weights: Annotated[
+        str, typer.Option("--weight", "-w", help="bf16, fp8, gptq, gptq+humming; formats of lowbit: u4, u4:f8e4m3 ...")
+    ] = "bf16,gptq,fp8,u4,u4:f8e4m3",
+    group_size: GroupSize = 128,
+    layers: Annotated[int | None, typer.Option(help="Keep so many layers.")] = None,
+    together: Annotated[int, typer.Option(min=1, help="Engines that start at the same time.")] = 1,
+    warm: Annotated[bool, typer.Option("--warm", help="Start each again, with what it compiled before.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds to wait for an engine that says nothing.")] = 600.0,
+    work: Annotated[Path, typer.Option(help="For models (tens of GB), caches and logs.")] = Path("vllm-work"),
+    out: Annotated[Path, typer.Option(help="Results; the same model and format are replaced.")] = Path("vllm.json"),
+    commit: Commit = None,
+) -> None:
+    """Models with random weights inside vLLM: start, steps, prompts, throughput, and users who wait for answers."""
+    from benchmarks.serving.page import steps, users
+    from benchmarks.serving.run import Job, serve
+
+    _check_gpu()
+    jobs = [Job(model, layers, name, group_size) for name in weights.split(",")]
+    records = [each for each in serve(jobs, work, out, together, warm, limit, _log, commit) if "online" in each]
+    if records:
+        print(f"{steps(records)}\n\n{users(records)}")
+
+
+@app.command()
+def publish_vllm(
+    file: Annotated[Path, typer.Argument(help="What `vllm` has written.")],
+    root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Write what vLLM does with lowbit's models into docs/howto/vllm.md, between its marks, and the figures."""
+    from benchmarks.serving.page import publish as write
+
+    for path in write(file, root):
+        print(path)
+
+
+@app.command()
 def orders(
     sizes: Annotated[str, typer.Argument(help="n x k: 4096x4096,8192x8192.")] = "4096x4096",
     weight: Weight = "u4",

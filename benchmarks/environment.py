@@ -15,7 +15,10 @@ import torch
 
 from lowbit.pylib.build.cache import source_fingerprint
 
-PACKAGES = ("torch", "triton", "llvmlite", "torch-mlir", "humming-kernels", "gemlite", "bitsandbytes", "torchao")
+PACKAGES = (
+    *("torch", "triton", "llvmlite", "torch-mlir"),
+    *("humming-kernels", "gemlite", "bitsandbytes", "torchao", "vllm"),
+)
 CLOCKS = (
     "clocks.sm",
     "clocks.max.sm",

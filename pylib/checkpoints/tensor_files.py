@@ -59,6 +59,10 @@ class TensorFiles(Mapping[str, Tensor]):
         except (SafetensorError, RuntimeError, OSError, ValueError) as error:
             raise CheckpointError(f"{self.folder / file}: {name} can't be read: {error}") from error
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state without open files, for other processes: they open the files again."""
+        return self.__dict__ | {"_open": {}}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import resource
 import shutil
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import CheckpointError
+from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
 from lowbit.pylib.checkpoints.description import FILES
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
+from lowbit.pylib.integrations.serving.names import Names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
 
@@ -158,6 +161,13 @@ def linear_model(n: int, k: int, bias: bool = True) -> nn.Module:
         outer.add_module(name, inner)
         inner = outer
     return inner
+
+
+def test_other_processes_open_a_checkpoint_again(model: Block, tmp_path: Path) -> None:
+    lowbit.save_checkpoint(model, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    names, other = Names(checkpoint), pickle.loads(pickle.dumps(Names(checkpoint)))
+    assert names.low_bit and other.low_bit == names.low_bit and other.tables == names.tables
 
 
 @pytest.mark.parametrize("name", ["gptq-4", "awq", "ct-pack-4", "hqq-4", "bnb-nf4"])
