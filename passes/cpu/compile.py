@@ -11,6 +11,8 @@ from lowbit.passes.codegen.host import emit_host, emit_host_assembly, host_cpu, 
 from lowbit.passes.codegen.ptx import translate
 from lowbit.passes.codegen.source_lines import mark_lines
 from lowbit.passes.cpu.decode import Isa
+from lowbit.passes.cpu.group_plans import GroupPlan
+from lowbit.passes.cpu.groups import build_group_program
 from lowbit.passes.cpu.layer import build_layer_program
 from lowbit.passes.cpu.layer_plans import LayerPlan
 from lowbit.passes.cpu.lower_cpu import Program, build_cpu_program, cpu_needs, lower_cpu_to_llvm
@@ -34,12 +36,13 @@ def compile_program(
     return emit_host(llvm_ir, [ENTRY], cpu, elsewhere), cpu_needs(spec, program, isa)
 
 
-def compile_layer_program(plan: LayerPlan, cpu: str = "") -> bytes:
-    """Returns an object file that defines `ENTRY`: a program between the matmuls of a layer, for a processor as above.
-    Raises TargetError as above."""
+def compile_plan(plan: LayerPlan | GroupPlan, cpu: str = "") -> bytes:
+    """Returns an object file that defines `ENTRY`: a program between the matmuls of a layer, or one that quantizes
+    groups, for a processor as above. Raises TargetError as above."""
     isa = isa_of(cpu)
     with new_context(), ir.Location.unknown():
-        llvm_ir = translate(lower_cpu_to_llvm(build_layer_program(plan, isa)))
+        module = build_group_program(plan) if isinstance(plan, GroupPlan) else build_layer_program(plan, isa)
+        llvm_ir = translate(lower_cpu_to_llvm(module))
     return emit_host(llvm_ir, [ENTRY], cpu)
 
 

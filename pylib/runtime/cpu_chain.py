@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lowbit.passes.cpu.layer_plans import STEP_WORDS, Attend, Chain, LayerPlan, Norm, Rope
 from lowbit.passes.cpu.task import ENTRY, LINE
 from lowbit.pylib.build import knobs
-from lowbit.pylib.build.host_programs import load_layer_program
+from lowbit.pylib.build.host_programs import load_plan
 from lowbit.pylib.runtime import cpu_threads
 from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.runtime.machine_code import load
@@ -132,4 +132,4 @@ class CpuChain:
 
 @lru_cache(maxsize=256)
 def _function(plan: LayerPlan, cpu: str) -> Callable[[int], None]:
-    return load(load_layer_program(plan, cpu), ENTRY)
+    return load(load_plan(plan, cpu), ENTRY)
