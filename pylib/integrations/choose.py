@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import did_you_mean
@@ -50,7 +49,7 @@ def wishes_without(config: LowbitConfig, patterns: list[str], absent: Collection
     """
 
     def wanted(name: str, _: nn.Module) -> bool:
-        return name not in absent and should_convert_module(name, patterns)
+        return name not in absent and _is_converted(name, patterns)
 
     return Wishes(
         config.configs,
@@ -67,7 +66,7 @@ def reason_in_config(config: LowbitConfig, model: Any, entry: Planned) -> Reason
     if entry.reason != EXCLUDED:
         return entry.reason
     name, skipped = entry.names[0], config.modules_to_not_convert or []
-    if not should_convert_module(name, skipped):
+    if not _is_converted(name, skipped):
         return Reason("modules_to_not_convert")
     if any(f"{name}.weight" in pair for pair in model.all_tied_weights_keys.items()):
         return Reason("its weight is tied to an embedding", option="embeddings")
@@ -103,6 +102,14 @@ def empty_module(entry: Planned) -> PackedModule | LowbitExperts:
 def check_names(patterns: Sequence[str], names: Sequence[str]) -> None:
     """Raise SpecError for a pattern that matches no module."""
     for pattern in patterns:
-        if all(should_convert_module(name, [pattern]) for name in names if name):
+        if all(_is_converted(name, [pattern]) for name in names if name):
             hint = did_you_mean(pattern, names, cutoff=0.4)
             raise SpecError(f"modules_to_not_convert: {pattern!r} matches no module{hint}")
+
+
+def _is_converted(name: str, excluded: Sequence[str]) -> bool:
+    """Tells whether none of these patterns matches the name of a module, as transformers reads them."""
+    # Here, as importing transformers' quantizers imports lowbit's, which needs this module.
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return should_convert_module(name, list(excluded))

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytests.models import fake_vllm_experts
+
 OURS = "lowbit.pylib.integrations.vllm"
 PROCESSED = "_already_called_process_weights_after_loading"
 LOAD_FORMAT = "auto"
@@ -87,6 +89,14 @@ class FusedMoEMethodBase(QuantizeMethodBase):
     def __init__(self, moe: Any) -> None:
         super().__init__()
         self.moe = moe
+        self.moe_kernel: Any = None
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        return -(-hidden_size // moe_parallel_config.columns) * moe_parallel_config.columns, (
+            intermediate_size_per_partition
+        )
 
 
 class RoutedExperts(nn.Module):
@@ -97,17 +107,29 @@ class RoutedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size_per_partition": inner // count}
-        parallel = SimpleNamespace(use_all2all_kernels=False)
+        parallel = SimpleNamespace(
+            use_all2all_kernels=False,
+            use_batched_activation_format=False,
+            all2all_backend="allgather_reducescatter",
+            dp_size=1,
+            ep_size=1,
+            columns=1,  # of what is sent a multiple
+        )
         self.moe_config = SimpleNamespace(
             moe_parallel_config=parallel, has_bias=False, tp_rank=rank, tp_size=count, experts_per_token=2
         )
-        self.activation, self.apply_router_weight_on_input, self.expert_map = activation, False, None
+        self.activation, self.apply_router_weight_on_input = activation, False
+        self.expert_map: Tensor | None = None
+        self.global_num_experts = experts
         self.swiglu_limit: float | None = None
 
     def take(self, method: Any) -> None:
         """Takes a method, which creates its parameters."""
         self.quant_method = method
         method.create_weights(layer=self, **self.sizes, params_dtype=torch.bfloat16, weight_loader=load_whole)
+
+    def _expert_routing_tables(self) -> None:
+        """Returns None: no experts are placed in turns."""
 
     def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
         return expert if self.expert_map is None else int(self.expert_map[expert])
@@ -218,6 +240,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         "config": {"get_current_vllm_config": lambda: settings},
         "distributed.parallel_state": {"get_tensor_model_parallel_rank": lambda: 0},
         f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},
+        **fake_vllm_experts.modules(f"{layers}.fused_moe"),
         f"{layers}.linear": {
             "LinearBase": LinearBase,
             "LinearMethodBase": LinearMethodBase,
@@ -243,8 +266,8 @@ def _modules() -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def installed() -> Iterator[ModuleType]:
-    """Yields lowbit's methods, made of these classes; `expert_methods` and `config` are there, too."""
-    mine = ("vllm.", f"{OURS}.methods", f"{OURS}.config", f"{OURS}.expert_methods")
+    """Yields lowbit's methods, made of these classes; `expert_methods` and the other modules are there, too."""
+    mine = ("vllm.", *(f"{OURS}.{name}" for name in ("methods", "config", "expert_methods", "modular_experts")))
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name == "vllm" or name.startswith(mine)}
     try:
         for path, names in _modules().items():
@@ -253,7 +276,7 @@ def installed() -> Iterator[ModuleType]:
                 sys.modules.setdefault(".".join(parts[:count]), ModuleType(".".join(parts[:count])))
             vars(sys.modules[f"vllm.{path}".rstrip(".")]).update(names)
         methods = import_module(f"{OURS}.methods")
-        for name in ("expert_methods", "config"):
+        for name in ("expert_methods", "modular_experts", "config"):
             vars(methods)[name] = import_module(f"{OURS}.{name}")
         yield methods
     finally:

@@ -505,7 +505,10 @@ def test_damaged_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
 # -- registration
 
 
-@pytest.mark.parametrize("order", ["lowbit, transformers", "transformers, lowbit", "transformers.quantizers, lowbit"])
+IMPORTED = ("lowbit, transformers", "transformers, lowbit", "transformers.quantizers, lowbit")
+
+
+@pytest.mark.parametrize("order", [*IMPORTED, "lowbit, lowbit.pylib.integrations.choose"])
 def test_registered_in_either_order(order: str, repo: Path) -> None:
     """`import lowbit` loads no transformers and no torch; both together know each other."""
     code = (

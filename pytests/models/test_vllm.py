@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, product
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -735,15 +734,6 @@ def test_experts_that_vllm_can_not_serve(methods: Any, tmp_path: Path) -> None:
     layer = saved_layer(methods, tmp_path)
     with pytest.raises(CheckpointError, match=r"mlp\.experts: the .* has passed no down\.codes of expert 3"):
         load_experts(layer, {name: tensor for name, tensor in tensors.items() if name != "down.3.codes"})
-    settings = methods.expert_methods.get_current_vllm_config()
-    for targets, refused in ((None, True), (["experts"], True), (["q_proj"], False)):
-        settings.lora_config = SimpleNamespace(target_modules=targets)
-        with pytest.raises(SpecError, match="low-bit experts take none; name the") if refused else nullcontext():
-            saved_layer(methods, tmp_path)
-    layer = fake_vllm.RoutedExperts(4, 64, 128)
-    layer.moe_config.moe_parallel_config.use_all2all_kernels = True
-    with pytest.raises(SpecError, match="low-bit experts run with tensor parallelism"):
-        methods.expert_methods.OnLoadExperts("experts", layer, [U4, U4])
 
 
 # -- experts of other libraries

@@ -18,6 +18,7 @@ from zipfile import ZipFile
 
 PLUGIN = Path(__file__).parents[2] / "pylib/integrations/vllm"
 _LAYERS, _MOE = "vllm.model_executor.layers", "vllm.model_executor.layers.fused_moe"
+_MODULAR, _LORA = f"{_MOE}.modular_kernel", f"{_MOE}.experts.lora_experts_mixin"
 _QUANTIZATION = f"{_LAYERS}.quantization.base_config"
 
 FUNCTIONS: dict[tuple[str, str], Sequence[str]] = {
@@ -53,6 +54,60 @@ FUNCTIONS: dict[tuple[str, str], Sequence[str]] = {
         "shared_experts",
         "shared_experts_input",
     ),
+    (f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.maybe_roundup_sizes"): ("hidden_size",),
+    (f"{_MOE}.all2all_utils", "maybe_make_prepare_finalize"): (
+        "moe",
+        "quant_config",
+        "routing_tables",
+        "allow_new_interface",
+    ),
+    (_MODULAR, "FusedMoEKernel.__init__"): ("prepare_finalize", "fused_experts"),
+    (_MODULAR, "FusedMoEKernel.apply"): (
+        "hidden_states",
+        "w1",
+        "w2",
+        "topk_weights",
+        "topk_ids",
+        "activation",
+        "global_num_experts",
+        "expert_map",
+        "apply_router_weight_on_input",
+        "shared_experts",
+        "shared_experts_input",
+    ),
+    (_MODULAR, "FusedMoEExperts.__init__"): ("moe_config", "quant_config", "max_num_tokens", "num_dispatchers"),
+    (_MODULAR, "FusedMoEExpertsModular.moe_problem_size"): ("a1", "w1", "w2", "topk_ids"),
+    (_MODULAR, "FusedMoEExpertsModular.workspace_shapes"): (
+        "M",
+        "N",
+        "K",
+        "topk",
+        "global_num_experts",
+        "local_num_experts",
+        "expert_tokens_meta",
+        "activation",
+    ),
+    (_MODULAR, "FusedMoEExpertsModular.apply"): (
+        "output",
+        "hidden_states",
+        "w1",
+        "w2",
+        "topk_weights",
+        "topk_ids",
+        "activation",
+        "global_num_experts",
+        "expert_map",
+        "a1q_scale",
+        "a2_scale",
+        "workspace13",
+        "workspace2",
+        "expert_tokens_meta",
+        "apply_router_weight_on_input",
+    ),
+    (_LORA, "LoRAExpertsMixin.set_lora_context"): ("ctx",),
+    (_LORA, "LoRAExpertsMixin.apply_w13_lora"): ("lora_context",),
+    (_LORA, "LoRAExpertsMixin.apply_w2_lora"): ("lora_context",),
+    (f"{_MOE}.routed_experts", "RoutedExperts._expert_routing_tables"): (),
     (f"{_MOE}.routed_experts", "RoutedExperts.load_weights"): ("weights",),
     (f"{_MOE}.routed_experts", "RoutedExperts._map_global_expert_id_to_local_expert_id"): ("expert_id",),
     ("vllm.model_executor.model_loader.reload.layerwise", "initialize_online_processing"): ("layer",),
@@ -80,6 +135,7 @@ ATTRIBUTES: dict[tuple[str, str], Sequence[str]] = {
         "activation",
         "apply_router_weight_on_input",
         "expert_map",
+        "global_num_experts",
         "moe_config",
         "params_dtype",
     ),
@@ -92,7 +148,17 @@ ATTRIBUTES: dict[tuple[str, str], Sequence[str]] = {
         "tp_rank",
         "tp_size",
     ),
-    (f"{_MOE}.config", "FusedMoEParallelConfig"): ("use_all2all_kernels",),
+    (f"{_MOE}.config", "FusedMoEParallelConfig"): (
+        "all2all_backend",
+        "dp_size",
+        "ep_size",
+        "use_all2all_kernels",
+        "use_batched_activation_format",
+    ),
+    (f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase"): ("moe_kernel",),
+    (f"{_MOE}.experts.lora_context", "MoELoRAContext"): ("w13_num_slices",),
+    (_MODULAR, "ExpertTokensMetadata"): ("expert_num_tokens",),
+    (_LORA, "LoRAExpertsMixin"): ("_lora_context",),
     ("vllm.model_executor.models.utils", "WeightsMapper"): ("orig_to_new_regex",),
     ("vllm.config.compilation", "CompilationConfig"): ("cudagraph_capture_sizes",),
     ("vllm.config.parallel", "ParallelConfig"): ("tensor_parallel_size",),
@@ -101,6 +167,7 @@ ATTRIBUTES: dict[tuple[str, str], Sequence[str]] = {
 """Attributes of classes that it reads or sets."""
 
 CALLS = {
+    (f"{_MOE}.fused_moe_modular_method", "w1=layer.w13_weight"): "a layer with adapters is called with these sizes",
     ("vllm.model_executor.models.utils", "get_cache_scale_mapper"): "AutoWeightsLoader renames tensors by it",
     ("vllm.model_executor.model_loader.base_loader", "uses_meta_device"): "layers are processed while they are loaded",
     ("vllm.model_executor.model_loader.reload.layerwise", "_already_called_process_weights_after_loading"): (

@@ -56,8 +56,9 @@ GATES = {
 class ExpertKernels:
     """The kernels of the two matrices of experts, on one target.
 
-    top_k   how many experts a token has
-    among   how many experts ids are spread over, those of other processes among them; 0: those of the matrices
+    top_k    how many experts a token has
+    among    how many experts ids are spread over, those of other processes among them; 0: those of the matrices
+    sources  how many processes send as many tokens as this one has
     """
 
     gate_up: MatmulSpec
@@ -65,9 +66,10 @@ class ExpertKernels:
     target: str
     top_k: int
     among: int = 0
+    sources: int = 1
 
     def kernels(self, tokens: int) -> tuple[KernelRequest, ...]:
-        """Returns what multiplies the slots of 1 to so many tokens; nothing on a CPU."""
+        """Returns what multiplies the slots of 1 to so many tokens of each process; nothing on a CPU."""
         few = self._few()
         return (*self._by_request(tokens), *(few.requests if few else ())) if parse_target(self.target).is_gpu else ()
 
@@ -105,7 +107,7 @@ class ExpertKernels:
         """Returns the kernels, each with its matrix, a token tile, and a number of slots that it serves."""
         on, found = parse_target(self.target), dict[KernelRequest, tuple[MatmulSpec, int, int]]()
         tiles = _tiles(self.gate_up, self.down, self.target)
-        for slots in range(self.top_k, self.top_k * tokens + 1, self.top_k):
+        for slots in range(self.top_k, self.top_k * tokens * self.sources + 1, self.top_k):
             tile = tile_for(tiles, slots, self.among or self.gate_up.experts)
             for spec in (self.gate_up, self.down):
                 in_order = replace(spec.for_rows(slots), permuted=False)
@@ -127,6 +129,7 @@ class Experts(nn.Module):
     top_k    how many experts a token has
     among    how many experts ids are spread over, those of other processes among them; 0: those of the weights
     inputs   what multiplies tokens before they meet experts
+    sources  how many processes send as many tokens as this one has
 
     Raises SpecError for weights that nothing multiplies for all experts, and for inputs of other sizes.
     """
@@ -138,13 +141,14 @@ class Experts(nn.Module):
         top_k: int = 1,
         among: int = 0,
         inputs: Sequence[Rotation] = (),
+        sources: int = 1,
     ) -> None:
         super().__init__()
         self.inputs = nn.Sequential(*(each.to(gate_up.device) for each in inputs)) if inputs else None
         if wrong := [each for each in inputs if gate_up.spec.k % each.size]:
             raise SpecError(f"experts' inputs are scaled by {wrong[0].size} numbers, and have {gate_up.spec.k} columns")
         self.gate_up, self.down = (PackedModule(packed.spec, packed) for packed in (gate_up, down))
-        self._top_k, self._among = top_k, among
+        self._top_k, self._among, self._sources = top_k, among, sources
         self._names = tuple(tuple(slot.name for slot in packed.spec.tensors) for packed in (gate_up, down))
         self._target: str | None = None
         self._kernels: tuple[str, ...] = ()
@@ -158,8 +162,7 @@ class Experts(nn.Module):
     def kernels(self) -> ExpertKernels | None:
         """What multiplies by them; None on meta."""
         target = target_of(self.gate_up.codes.device)
-        specs = called(self.gate_up.spec), called(self.down.spec)
-        return ExpertKernels(*specs, target, self._top_k, self._among) if target else None
+        return ExpertKernels(*self._specs(), target, self._top_k, self._among, self._sources) if target else None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Returns the sum of each token's experts, by their weights: [tokens, hidden].
@@ -169,18 +172,26 @@ class Experts(nn.Module):
         weights   [tokens, k]
         """
         x = x if self.inputs is None else self.inputs(x)
+        run, gate_up, down = self._operands(x)
+        return run.sum_of_experts(x, ids, weights, gate_up, down, *self._kernels, self._tiles, self._among)
+
+    def _operands(self, x: Tensor) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Returns the operators, and the tensors of the two matrices."""
         target = cast(str, target_of(x.device))
         if self._target != target:
             self._describe(target)
-        run: Any = torch.ops.lowbit if is_compiling() else expert_schema
         gate_up, down = (
             [getattr(module, name) for name in names] for module, names in zip((self.gate_up, self.down), self._names)
         )
-        return run.sum_of_experts(x, ids, weights, gate_up, down, *self._kernels, self._tiles, self._among)
+        return torch.ops.lowbit if is_compiling() else expert_schema, gate_up, down
+
+    def _specs(self) -> tuple[MatmulSpec, MatmulSpec]:
+        """Returns what the kernels compute."""
+        return called(self.gate_up.spec), called(self.down.spec)
 
     def _describe(self, target: str) -> None:
         """Finds what operators are told of the matrices. torch.compile need not trace it."""
-        specs = called(self.gate_up.spec), called(self.down.spec)
+        specs = self._specs()
         self._target, self._tiles = target, _tiles(*specs, target)
         self._kernels = tuple(describe(spec, parse_target(target), None) for spec in specs)
 

@@ -1,7 +1,8 @@
 """The methods of vLLM's experts: low-bit in the checkpoint, or quantized when they have been loaded.
 
 vLLM has already chosen the experts of each token when it calls `apply`, and adds up the results of its processes. The
-shared experts of a layer are linear layers of their own, which vLLM runs beside.
+shared experts of a layer are linear layers of their own, which vLLM runs beside. Where tokens are sent between
+processes, or experts have adapters, the call goes through vLLM's modular kernel (`modular_experts.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.registry import import_experts
+from lowbit.pylib.integrations.serving.adapted_experts import AdaptedExperts
 from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, ExpertsSource
 from lowbit.pylib.integrations.serving.experts import GATES, LEAVE_DENSE, Experts, gated, quantize_experts, stacked
 from lowbit.pylib.integrations.serving.held import check_like, none_came
 from lowbit.pylib.integrations.serving.rows import ACTS
 from lowbit.pylib.integrations.vllm.methods import Method, is_filled_later
+from lowbit.pylib.integrations.vllm.modular_experts import kernel_of, local_ids
 from lowbit.pylib.nn.gated_linear import Gate
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.rotated import Rotation
@@ -32,27 +35,47 @@ from lowbit.pylib.weights.packed import PackedWeight
 _OF_OAI = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}  # numbers of the epilogue "swiglu_oai"
 
 
+_DISPATCHING = ("moonep", "passthrough")  # all2all backends whose experts send tokens themselves
+
+
 class ExpertsMethod(Method, FusedMoEMethodBase):
     """Multiplies tokens by the low-bit experts that vLLM has chosen for them.
 
-    name   the layer's
+    name     the layer's
+    sends    whether tokens are sent between processes
+    adapts   whether adapters may be put on the experts
 
-    Raises SpecError for a gate that no kernel applies, and where experts are sent to other processes.
+    Raises SpecError for a gate that no kernel applies, and for ways of sending tokens that experts take part in.
     """
 
     def __init__(self, name: str, layer: Any) -> None:
         super().__init__(layer.moe_config)
         self.name = name
         self.gate = gate_of_layer(layer)
-        if layer.moe_config.moe_parallel_config.use_all2all_kernels:
-            raise SpecError("low-bit experts run with tensor parallelism; drop data parallelism, or serve them dense")
-        _check_adapters(get_current_vllm_config().lora_config)
+        self.parallel = layer.moe_config.moe_parallel_config
+        self.sends = self.parallel.use_all2all_kernels or self.parallel.dp_size > 1
+        self.adapts = _has_adapters(get_current_vllm_config().lora_config)
+        if self.sends and self.parallel.all2all_backend in _DISPATCHING:
+            raise SpecError(
+                f"low-bit experts do not send tokens, as --all2all-backend {self.parallel.all2all_backend} wants them "
+                "to; drop the option, or serve experts dense"
+            )
+
+    def maybe_roundup_sizes(self, hidden_size: int, *sizes: Any, **more: Any) -> tuple[int, int]:
+        """Returns the sizes of a layer. Raises SpecError where tokens can't be sent as they are."""
+        hidden, inner = super().maybe_roundup_sizes(hidden_size, *sizes, **more)
+        if hidden != hidden_size:
+            raise SpecError(
+                f"{self.name}: --all2all-backend {self.parallel.all2all_backend} sends tokens of {hidden} numbers, and "
+                f"these have {hidden_size}, which low-bit weights can't fill up; use allgather_reducescatter"
+            )
+        return hidden, inner
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Returns None: scales are the kernels' own."""
 
     def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
-        """Returns None: no tokens are sent to other processes."""
+        """Returns None: where tokens are sent, the layer's kernel has been made."""
 
     def apply(
         self,
@@ -67,13 +90,23 @@ class ExpertsMethod(Method, FusedMoEMethodBase):
 
         topk_ids   [tokens, k]: the experts' numbers among all. Those of other processes add nothing
         """
+        if self.moe_kernel is not None:
+            return self.moe_kernel.apply(
+                hidden_states=x,
+                w1=layer.w13_weight,
+                w2=layer.w2_weight,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                activation=layer.activation,
+                global_num_experts=layer.global_num_experts,
+                expert_map=layer.expert_map,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
+            )
         if layer.apply_router_weight_on_input:  # of one expert for each token
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        if (local := layer.expert_map) is not None:
-            topk_ids = local[topk_ids.long().clamp(0, len(local) - 1)]
-        elif topk_ids.dtype not in (torch.int32, torch.int64):
-            topk_ids = topk_ids.to(torch.int32)
-        return layer.lowbit(x, topk_ids, topk_weights)
+        return layer.lowbit(x, local_ids(topk_ids, layer.expert_map), topk_weights)
 
     def _experts(
         self, layer: Any, gate_up: PackedWeight, down: PackedWeight, inputs: Sequence[Rotation] = ()
@@ -82,18 +115,35 @@ class ExpertsMethod(Method, FusedMoEMethodBase):
 
         inputs   what multiplies tokens before they meet experts
         """
-        among = 0 if layer.expert_map is None else len(layer.expert_map)
-        return Experts(gate_up, down, self.moe.experts_per_token, among, inputs)
+        among, top_k = 0 if layer.expert_map is None else len(layer.expert_map), self.moe.experts_per_token
+        if self.parallel.use_batched_activation_format:
+            return Experts(gate_up, down, 1, among, inputs, gate_up.spec.experts * self.parallel.ep_size)
+        if not self.adapts:
+            return Experts(gate_up, down, top_k, among, inputs, self.parallel.dp_size)
+        if inputs:
+            raise SpecError(
+                "inputs of these experts are scaled, which adapters do not know of; name the other layers that have "
+                "some (--lora-target-modules q_proj v_proj), or drop --enable-lora"
+            )
+        return AdaptedExperts(gate_up, down, self.gate, top_k, among, self.parallel.dp_size)
+
+    def _hold(self, layer: Any, made: nn.Module) -> None:
+        """Give a layer its experts, and what vLLM's modular kernel reads of it: sizes of matrices."""
+        super()._hold(layer, made)
+        if not (self.sends or self.adapts):
+            return
+        held: Experts = layer.lowbit
+        for name, matrix in (("w13_weight", held.gate_up), ("w2_weight", held.down)):
+            sizes = torch.empty(matrix.spec.experts, 0, matrix.spec.k, device=matrix.codes.device)
+            layer.register_parameter(name, nn.Parameter(sizes, requires_grad=False))
+        if self.moe_kernel is None:
+            self.moe_kernel = kernel_of(layer, held)
 
 
-def _check_adapters(lora: Any) -> None:
-    """Raise SpecError where vLLM would put adapters on experts: on all layers, if nothing says on which."""
+def _has_adapters(lora: Any) -> bool:
+    """Tells whether vLLM puts adapters on experts: on all layers, if nothing says on which."""
     targets = [] if lora is None else getattr(lora, "target_modules", None)
-    if targets is None or "experts" in targets:
-        raise SpecError(
-            "vLLM would put adapters on these experts, and low-bit experts take none; name the other layers that have "
-            "some (--lora-target-modules q_proj v_proj), leave experts dense, or drop --enable-lora"
-        )
+    return targets is None or "experts" in targets
 
 
 def gate_of_layer(layer: Any) -> Gate:

@@ -1,0 +1,3 @@
+from typing import Any
+
+FUSED_MOE_UNQUANTIZED_CONFIG: Any
