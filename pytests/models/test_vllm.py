@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -457,6 +458,7 @@ def test_one_process_adds_the_bias_of_a_sum(rank: int, methods: Any) -> None:
 def serving_of(methods: Any, folder: Path, **config: Any) -> Any:
     serving = methods.config.LowbitServing(LowbitConfig(**config))
     serving.maybe_update_config(str(folder))
+    serving = pickle.loads(pickle.dumps(serving))  # vLLM sends it to the processes that it starts
     serving.apply_vllm_mapper(fake_vllm.WeightsMapper())
     serving.packed_modules_mapping = PACKED
     return serving
