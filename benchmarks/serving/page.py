@@ -47,8 +47,8 @@ def _cells(records: Sequence[Record], record: Record, batches: Sequence[str]) ->
     for batch in batches:
         milliseconds = record["step_ms"][batch]
         yield _ratio(records, record, lambda r, b=batch: 1 / r["step_ms"][b], f"{milliseconds:.2f} ms")
-    for speed in (_prompts, _mixed):
-        yield _ratio(records, record, speed, f"{speed(record):,.0f}")
+    for name, speed in (("prefill_tokens_per_s", _prompts), ("throughput", _mixed)):
+        yield _ratio(records, record, speed, f"{speed(record):,.0f}") if name in record else ""
     yield f"{record['start_s']:.0f} s" if record["together"] == 1 else ""  # else others compiled at the same time
     yield f"{record['warm_start_s']:.0f} s" if "warm_start_s" in record else ""
 
@@ -57,7 +57,8 @@ def users(records: Sequence[Record]) -> str:
     """Returns a table: TTFT, TPOT and tokens a second by the number of users."""
     numbers = list(records[0]["online"])
     head = ["TTFT, TPOT in ms; tokens/s", *(f"{number} at once" for number in numbers)]
-    return markdown(head, [[title(record), *(_user(record["online"].get(n)) for n in numbers)] for record in records])
+    rows = [record for record in records if "online" in record]
+    return markdown(head, [[title(record), *(_user(record["online"].get(n)) for n in numbers)] for record in rows])
 
 
 def title(record: Record) -> str:
@@ -92,6 +93,7 @@ def _user(found: Record | None) -> str:
 def draw(model: str, records: Sequence[Record], where: str, path: Path) -> None:
     """Draw how many times as fast as bf16 steps are, and tokens a second beside the time per token."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     ours = iter(OURS)
     colours = {record["name"]: COLOURS.get(record["name"]) or next(ours) for record in records}
@@ -101,8 +103,8 @@ def draw(model: str, records: Sequence[Record], where: str, path: Path) -> None:
         _bars(left, records, colours)
         _lines(right, records, colours)
         left.set_title(model)
-        handles, labels = right.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right center", fontsize=7.5)
+        handles = [Patch(color=colours[record["name"]], label=title(record)) for record in records]
+        figure.legend(handles=handles, loc="outside right center", fontsize=7.5)
         figure.supxlabel(where, fontsize=6.5, color=GREY, x=0.99, ha="right")
         figure.savefig(path, metadata={"Date": None})
     path.write_text(compact(path.read_text()))
@@ -123,10 +125,10 @@ def _bars(axis: Any, records: Sequence[Record], colours: dict[str, str]) -> None
 
 
 def _lines(axis: Any, records: Sequence[Record], colours: dict[str, str]) -> None:
-    for record in records:
+    for record in (each for each in records if "online" in each):
         found = list(record["online"].values())
         times, tokens = [each["tpot_ms"] for each in found], [each["output_tokens_per_s"] for each in found]
-        axis.plot(times, tokens, marker="o", markersize=3, color=colours[record["name"]], label=title(record))
+        axis.plot(times, tokens, marker="o", markersize=3, color=colours[record["name"]])
     axis.set_yscale("log")
     axis.set_xlabel("ms per token (TPOT)")
     axis.set_ylabel("output tokens a second")
