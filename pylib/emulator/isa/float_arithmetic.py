@@ -155,7 +155,6 @@ def _min_max(op: Op, name: str) -> Step:
     if xorsign:
         raise Unsupported("min/max.xorsign.abs")
     form = Format(op, False)
-    dest, x, y = form.dest(op), form.source(op), form.source(op)
     smaller = name == "min"
 
     def pick(a: Array, b: Array) -> Array:
@@ -167,14 +166,21 @@ def _min_max(op: Op, name: str) -> Step:
             result = np.where(zeros, np.where(negative, -0.0, 0.0), result)
         return result
 
+    if form.plain:
+        dest, a, b = op.dest("f32"), op.source("f32"), op.source("f32")
+        return lambda mask: dest.write(_canonical(pick(a, b)), mask)
+    dest, x, y = form.dest(op), form.source(op), form.source(op)
     return lambda mask: dest.write(form.encode(pick(x(), y())), mask)
 
 
 def float_unary(op: Op, name: str) -> Step:
     """neg and abs change the sign bit only (PTX leaves a NaN's sign open)."""
     form = Format(op, False)
-    dest, x = form.dest(op), form.source(op)
     function: Callable[[Array], Array] = np.negative if name == "neg" else np.abs
+    if form.plain:
+        dest, a = op.dest("f32"), op.source("f32")
+        return lambda mask: dest.write(_canonical(function(a)), mask)
+    dest, x = form.dest(op), form.source(op)
     return lambda mask: dest.write(form.encode(function(x())), mask)
 
 

@@ -106,6 +106,8 @@ class Float:
             code = x.astype(np.float32).view(np.uint32)
         elif rounding == "rn" and self.name == "bf16":
             code = _bf16(self, x)
+        elif self.bits == 8:
+            code = self._nearest_code(x)
         else:
             code = self._code(self.round(x, rounding))
         bad = np.isnan(x)
@@ -122,12 +124,22 @@ class Float:
                 return x.astype(np.float16).view(np.uint16)
             case "bf16":
                 return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            case "e5m2":
-                return (x.astype(np.float16).view(np.uint16) >> 8).astype(np.uint8)
             case _:
-                magnitude = np.searchsorted(self._table[:127], np.minimum(np.abs(x), self.max)).astype(np.uint8)
-                magnitude[np.isinf(x)] = self.nan
-                return magnitude | np.signbit(x).astype(np.uint8) << 7
+                raise NotImplementedError(self.name)
+
+    @cached_property
+    def _bounds(self) -> Array:
+        """Of an 8-bit format: the largest number that is rounded to code i, for nearest even, of each i but the last,
+        which is infinity's, or of e4m3 NaN's."""
+        last = int(np.searchsorted(self._table[:127], self.max))
+        values = np.append(self._table[: last + 1], 2 * self._table[last] - self._table[last - 1])
+        middle = (values[:-1] + values[1:]) / 2  # exact
+        return np.where(np.arange(last + 1) % 2 == 0, middle, np.nextafter(middle, 0.0))
+
+    def _nearest_code(self, x: Array) -> Array:
+        """The code of an 8-bit format that is nearest, even of two."""
+        magnitude = np.searchsorted(self._bounds, np.abs(x)).astype(np.uint8)
+        return magnitude | np.signbit(x).astype(np.uint8) << 7
 
     def flush(self, x: Array) -> Array:
         """Subnormal values to zero, keeping the sign (`.ftz`)."""

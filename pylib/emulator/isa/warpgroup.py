@@ -29,7 +29,7 @@ from lowbit.pylib.emulator.isa.warp import collective, mask_of
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
 from lowbit.pylib.emulator.machine.step_results import Step
-from lowbit.pylib.emulator.machine.wgmma_queue import WARPGROUP, Flight
+from lowbit.pylib.emulator.machine.wgmma_queue import WARPGROUP
 from lowbit.pylib.emulator.text.ptx import Operand, Reg, Vector
 
 #: What integers count as that nobody has written: a product that uses them is wrong.
@@ -102,11 +102,11 @@ def _mma_async(op: Op) -> Step:
     items = op.vector(columns // (4 if result == "f16" else 2))
     if len(set(items)) < len(items):
         raise Unsupported("an accumulator register that comes twice")
-    dests, accumulators = [op.dest("b32", item) for item in items], _flights(op, items)
+    dests, accumulators = [op.dest("b32", item) for item in items], _numbers(op, items)
     a_items = op.vector(4) if isinstance(op.operands[0], Vector) else ()
     a = _registers(op, a_items, a_type) if a_items else _matrix(op, 64, a_type)
     b = _matrix(op, columns, b_type)
-    inputs = _flights(op, a_items)
+    inputs = _numbers(op, a_items)
     accumulates = op.predicate()
     sign = _scales(op, a_type, trans=1 if a_items else 2)
 
@@ -153,12 +153,12 @@ def _columns(shape: str, result: str, a: str, b: str) -> int:
     return n
 
 
-def _flights(op: Op, items: tuple[Operand, ...]) -> list[Flight]:
-    """The state of the registers `items`."""
+def _numbers(op: Op, items: tuple[Operand, ...]) -> Array:
+    """The numbers of the registers `items` in the block's queue, each once."""
     if not all(isinstance(item, Reg) for item in items):
         raise Unsupported("wgmma takes registers, and no constants or `_`")
     flights = [op.register(item).flight for item in dict.fromkeys(items) if isinstance(item, Reg)]
-    return [flight for flight in flights if flight is not None]
+    return np.array([flight.number for flight in flights if flight], np.intp)
 
 
 #: Gives the matrix [rows, k] in float64 of the warpgroup that starts at a lane, and the rows of 16 bytes of shared

@@ -23,7 +23,7 @@ class Landings:
         self.bytes.setdefault(barrier.serial, []).append(byte)
 
     def shown(self, byte: Array, lanes: Array) -> Array:
-        """Tells whether all of `lanes` [n, several] have waited for the `byte` [n, size] that bulk copies brought."""
+        """Tells whether all of `lanes` [n or 1, several] have waited for the bulk copies of the `byte` [n, size]."""
         shown = np.zeros(byte.shape, np.bool_)
         serials = self.serial[byte]
         for serial in np.unique(serials[serials > 0]).tolist():

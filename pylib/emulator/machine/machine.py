@@ -92,9 +92,10 @@ class Block:
         self.everyone = np.arange(self.lanes)
         self.registers = [Register(reg, self.lanes) for reg in self.kernel.registers]
         self.copies = CopyQueue(self.lanes, self.shared)
-        self.wgmmas = WgmmaQueue(self.lanes, self.shared)
-        for reg in wgmma_registers(self.kernel):
-            self.registers[reg.index].flight = self.wgmmas.flight(reg)
+        asynchronous = wgmma_registers(self.kernel)
+        self.wgmmas = WgmmaQueue(self.lanes, self.shared, asynchronous)
+        for number, reg in enumerate(asynchronous):
+            self.registers[reg.index].flight = Flight(self.wgmmas, number)
         self.cluster_memory = ClusterMemory(self.cluster, self.rank)
         self.index = np.zeros((3, self.lanes), np.uint32)  # %ctaid
         self.cluster_index = np.zeros((3, self.lanes), np.uint32)  # %clusterid
@@ -107,7 +108,6 @@ class Block:
         of megabytes of shadow memory are in them."""
         self.steps.clear()
         self.awaits.clear()
-        self.wgmmas.flights.clear()
         self.device.races = None
 
     def lanes_of(self, mask: Mask) -> Array:

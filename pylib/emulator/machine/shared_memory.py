@@ -103,8 +103,8 @@ class SharedMemory:
         return self.data.reshape(-1, size)[row]
 
     def _refuse_read(self, lanes: Array, row: Array, size: int, state: Array, own: bool, waiters: Array | None) -> None:
-        """Raise a Fault unless `lanes` have copied what they read (`own`), or the `waiters` [lanes, several] of this
-        block have waited for the bulk copies of it."""
+        """Raise a Fault unless `lanes` have copied what they read (`own`), or the `waiters` [lanes or 1, several] of
+        this block have waited for the bulk copies of it."""
         require(state != OUTSIDE, lanes, "read outside every shared variable")
         require(state != BARRIER, lanes, "read of an mbarrier; after mbarrier.inval its bytes are free")
         require(state != EMPTY, lanes, "read of shared memory that was never written")
@@ -238,7 +238,7 @@ class SharedMemory:
         state = self.state.reshape(-1, 16)[row]
         empty = state == EMPTY
         if state[~empty].any():
-            warpgroup = np.broadcast_to(np.arange(first, first + WARPGROUP), (len(lanes), WARPGROUP))
+            warpgroup = np.arange(first, first + WARPGROUP)[None]
             self._refuse_read(lanes, row, 16, np.where(empty, READABLE, state), False, warpgroup)
         if self.races:
             self.races.begin_async_read(first, row, 16)

@@ -18,88 +18,79 @@ from lowbit.pylib.emulator.text.ptx import Kernel, Reg, Vector
 
 
 class Flight:
-    """The use of a register that some wgmma names."""
+    """The use of a register that some wgmma names, the queue's register `number`."""
 
-    __slots__ = ("name", "queue", "role", "touched", "users")
+    __slots__ = ("_queue", "_touched", "_users", "number")
 
-    def __init__(self, name: str, queue: WgmmaQueue) -> None:
-        self.name, self.queue = name, queue
-        self.touched = np.zeros(queue.lanes, np.int64)  # after how many fences it was used last
-        self.users = np.zeros(queue.lanes, np.int64)  # products in flight
-        self.role = [""] * queue.groups  # of these: "A", or the shape whose accumulator it is
-
-    def reset(self) -> None:
-        self.touched[:] = self.users[:] = 0
+    def __init__(self, queue: WgmmaQueue, number: int) -> None:
+        self._queue, self.number = queue, number
+        self._touched, self._users = queue.touched[number], queue.users[number]
 
     def touch(self, mask: Array | None) -> None:
         """An ordinary instruction uses the register."""
-        busy = self.users > 0 if mask is None else mask & (self.users > 0)
+        busy = self._users > 0 if mask is None else mask & (self._users > 0)
         if busy.any():
-            lane = int(np.flatnonzero(busy)[0])
-            raise Fault(f"{self.name} is used while a wgmma with it is in flight: wgmma.wait_group comes first", lane)
-        np.copyto(self.touched, self.queue.fences, where=True if mask is None else mask)
-
-    def begin(self, first: int, role: str) -> None:
-        """A wgmma of the warpgroup that starts at lane `first` uses it as `role`."""
-        lanes = slice(first, first + WARPGROUP)
-        stale = self.touched[lanes] == self.queue.fences[lanes]
-        if stale.any():
-            lane = first + int(np.flatnonzero(stale)[0])
-            since = (
-                f"since {self.name} was used by another instruction"
-                if self.queue.fences[lane]
-                else "before the first wgmma"
-            )
-            raise Fault(f"no wgmma.fence {since}", lane)
-        group = first // WARPGROUP
-        if self.users[first] and self.role[group] != role:
-            other = "A" if self.role[group] == "A" else f"accumulator of {self.role[group]}"
-            raise Fault(f"{self.name} is in use as {other} by a wgmma in flight: wgmma.wait_group comes first", first)
-        self.users[lanes] += 1
-        self.role[group] = role
+            name, lane = self._queue.names[self.number], int(np.flatnonzero(busy)[0])
+            raise Fault(f"{name} is used while a wgmma with it is in flight: wgmma.wait_group comes first", lane)
+        np.copyto(self._touched, self._queue.fences, where=True if mask is None else mask)
 
 
 @dataclass
 class _Product:
     first: int  # lane of the warpgroup
     number: int  # of the commit group, counted per warpgroup
-    registers: list[Flight]
+    registers: Array  # by number
     rows: list[Array]  # of 16 bytes that it reads
 
 
 class WgmmaQueue:
-    """The products of a block that are not waited for yet."""
+    """The products of a block that are not waited for yet, and what is known of the `registers` that they use."""
 
-    def __init__(self, lanes: int, shared: SharedMemory) -> None:
-        self.lanes, self.groups, self.shared = lanes, -(-lanes // WARPGROUP), shared
+    def __init__(self, lanes: int, shared: SharedMemory, registers: list[Reg]) -> None:
+        self.groups, self.shared = -(-lanes // WARPGROUP), shared
         self.products: list[_Product] = []
         self.fences = np.zeros(lanes, np.int64)
         self.committed = np.zeros(self.groups, np.int64)
-        self.flights: list[Flight] = []
-
-    def flight(self, reg: Reg) -> Flight:
-        self.flights.append(Flight(reg.name, self))
-        return self.flights[-1]
+        self.names = [reg.name for reg in registers]
+        self.touched = np.zeros((len(registers), lanes), np.int64)  # after how many fences each was used last
+        self.users = np.zeros((len(registers), lanes), np.int64)  # products in flight
+        self.roles = np.zeros((len(registers), self.groups), object)  # of these: "A", or the accumulator's shape
 
     def reset(self) -> None:
         self.products.clear()
-        self.fences[:] = 0
-        self.committed[:] = 0
-        for flight in self.flights:
-            flight.reset()
+        for state in (self.fences, self.committed, self.touched, self.users):
+            state[:] = 0
 
     def fence(self, active: Array) -> None:
         self.fences[active] += 1
 
-    def issue(
-        self, first: int, shape: str, accumulators: list[Flight], inputs: list[Flight], rows: list[Array]
-    ) -> None:
-        for flight in accumulators:
-            flight.begin(first, shape)
-        for flight in inputs:
-            flight.begin(first, "A")
+    def issue(self, first: int, shape: str, accumulators: Array, inputs: Array, rows: list[Array]) -> None:
+        """A product of the warpgroup that starts at lane `first`, with registers by their numbers."""
+        for registers, role in ((accumulators, shape), (inputs, "A")):
+            if len(registers):
+                self._begin(first, registers, role)
         number = int(self.committed[first // WARPGROUP])
-        self.products.append(_Product(first, number, [*accumulators, *inputs], rows))
+        self.products.append(_Product(first, number, np.concatenate([accumulators, inputs]), rows))
+
+    def _begin(self, first: int, registers: Array, role: str) -> None:
+        """Registers are used as `role`."""
+        lanes, group = slice(first, first + WARPGROUP), first // WARPGROUP
+        stale = self.touched[registers, lanes] == self.fences[lanes]
+        if stale.any():
+            which, lane = (int(i[0]) for i in np.nonzero(stale))
+            name = self.names[registers[which]]
+            used = f"since {name} was used by another instruction"
+            since = used if self.fences[first + lane] else "before the first wgmma"
+            raise Fault(f"no wgmma.fence {since}", first + lane)
+        roles = self.roles[registers, group]
+        others = (self.users[registers, first] > 0) & (roles != role)
+        if others.any():
+            which = int(np.flatnonzero(others)[0])
+            other = "A" if roles[which] == "A" else f"accumulator of {roles[which]}"
+            what = f"{self.names[registers[which]]} is in use as {other} by a wgmma in flight"
+            raise Fault(f"{what}: wgmma.wait_group comes first", first)
+        self.users[registers, lanes] += 1
+        self.roles[registers, group] = role
 
     def commit(self, active: Array) -> None:
         self.committed[active[::WARPGROUP]] += 1
@@ -116,8 +107,7 @@ class WgmmaQueue:
         self.products = left
 
     def _finish(self, product: _Product) -> None:
-        for flight in product.registers:
-            flight.users[product.first : product.first + WARPGROUP] -= 1
+        self.users[product.registers, product.first : product.first + WARPGROUP] -= 1
         for row in product.rows:
             self.shared.end_async_read(product.first, row)
 
