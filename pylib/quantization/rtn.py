@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowbit.passes.cpu.group_plans import Errors
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.losses import (
     SAFE_POWER,
-    Loss,
     counted,
     counts,
     has_correlations,
     importance_of,
     of_output,
 )
+from lowbit.pylib.runtime.cpu_groups import CpuGroups, has_group_programs
 
 RATIOS = [1 - 0.02 * step for step in range(41)]  # of a group's range, 1 to 0.2, for `clip="mse"`
 COARSE, FINE = [1 - 0.08 * step for step in range(11)], (0.04, 0.02, 0.01, 0.005)
 """The same for `clip="output"`, and by which part the best so far is then changed: half the work, and less loss."""
 LEAST_GAIN = 0.0175  # of the loss and per bit, for a scale per row; with more groups in a row less: chance averages out
 COPIES = 6  # temporaries of the search in f32, for each weight
+
+
+Rating = Callable[[Tensor, Tensor], Tensor]
+"""Returns the loss of each group [rows, groups] for scales and zeros of that shape."""
 
 
 class Range(NamedTuple):
@@ -57,23 +62,35 @@ def search(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Rang
     if grid.config.clip in ("max", "ocp"):
         return whole(weight, grid)
     if importance is not None or grid.config.clip == "mse":
-        return least(weight, grid, counted(counts(weight, grid, importance)))
-    losses = [counted(counts(weight, grid, power=power)) for power in (SAFE_POWER, 0.0)]
-    return _worth_it(weight, grid, least(weight, grid, losses[0]), *losses)
+        return least(weight, grid, _rating(weight, grid, counts(weight, grid, importance)))
+    ratings = [_rating(weight, grid, counts(weight, grid, power=power)) for power in (SAFE_POWER, 0.0)]
+    return _worth_it(weight, grid, least(weight, grid, ratings[0]), *ratings)
 
 
-def _worth_it(weight: Tensor, grid: Grid, found: Range, loss: Loss, squares: Loss) -> Range:
+def _rating(weight: Tensor, grid: Grid, each: Tensor) -> Rating:
+    """Returns the loss of groups whose squared errors count so much each (`counts`); on a CPU by a compiled program, if
+    levels are integers."""
+    groups = grid.groups(weight)
+    if weight.device.type != "cpu" or not grid.integer or not has_group_programs():
+        loss = counted(each)
+        return lambda scales, zeros: loss(grid.errors(groups, scales, zeros))
+    has_zeros = grid.config.zeros != "none"
+    plan, on_cpu = Errors(grid.group_size, grid.least, grid.most, has_zeros), CpuGroups(groups, each)
+    return lambda scales, zeros: on_cpu.errors(plan, scales, -scales * zeros if has_zeros else None)
+
+
+def _worth_it(weight: Tensor, grid: Grid, found: Range, loss: Rating, squares: Rating) -> Range:
     """Returns the range that was found where it is worth it, and the whole one of all other groups.
 
     Without data nobody knows how inputs go together, so any other rounding changes the output error by chance. With
     fine steps there is little to gain: a gain may come from the single largest weight, while others lose. So the loss
     has to be less by LEAST_GAIN for each bit of the format, and squared errors that count alike must not be more.
     """
-    spans, groups = (found, whole(weight, grid)), grid.groups(weight)
+    spans = found, whole(weight, grid)
     (new, old), (new_squares, old_squares) = (
-        [each(grid.errors(groups, span.scales, span.zeros)) for span in spans] for each in (loss, squares)
+        [each(span.scales, span.zeros) for span in spans] for each in (loss, squares)
     )
-    gain = LEAST_GAIN * grid.config.dtype.bits / groups.shape[1] ** 0.5
+    gain = LEAST_GAIN * grid.config.dtype.bits / found.scales.shape[1] ** 0.5
     better = (new < (1 - gain) * old) & (new_squares <= old_squares)
     return Range(*(torch.where(better, one, other) for one, other in zip(*spans)))
 
@@ -84,9 +101,9 @@ def whole(weight: Tensor, grid: Grid) -> Range:
     return Range(scales, zeros, torch.ones_like(scales))
 
 
-def least(weight: Tensor, grid: Grid, loss: Loss) -> Range:
+def least(weight: Tensor, grid: Grid, rating: Rating) -> Range:
     """Returns the range of each group that has the least loss: parts of its own, then others near the best of these."""
-    search = _Search(weight, grid, loss)
+    search = _Search(weight, grid, rating)
     coarse, fine = (COARSE, FINE) if grid.config.clip == "output" else (RATIOS, ())
     both = grid.config.clip == "output" and grid.has_a_longer_side
     for ratio in [*coarse[1:], *(-ratio for ratio in coarse if both)]:
@@ -101,22 +118,19 @@ def least(weight: Tensor, grid: Grid, loss: Loss) -> Range:
 class _Search:
     """The best ranges of some groups so far."""
 
-    def __init__(self, weight: Tensor, grid: Grid, loss: Loss) -> None:
-        self._grid, self._loss, self._groups = grid, loss, grid.groups(weight)
-        self._low, self._high = self._groups.aminmax(dim=-1)
+    def __init__(self, weight: Tensor, grid: Grid, rating: Rating) -> None:
+        self._grid, self._rating = grid, rating
+        self._low, self._high = grid.groups(weight).aminmax(dim=-1)
         self.best = whole(weight, grid)
-        self._least = self._losses(self.best)
+        self._least = rating(self.best.scales, self.best.zeros)
 
     def visit(self, ratio: Tensor) -> None:
         """Take for each group this part of its own range if its loss is less."""
         found = Range(*self._grid.fit(self._low * ratio, self._high * ratio), ratio)
-        losses = self._losses(found)
+        losses = self._rating(found.scales, found.zeros)
         better = losses < self._least
         self._least = torch.where(better, losses, self._least)
         self.best = Range(*(torch.where(better, new, old) for new, old in zip(found, self.best)))
-
-    def _losses(self, found: Range) -> Tensor:
-        return self._loss(self._grid.errors(self._groups, found.scales, found.zeros))
 
 
 def candidates(weight: Tensor, grid: Grid, hessian: Tensor) -> Iterator[Codes]:
@@ -126,9 +140,13 @@ def candidates(weight: Tensor, grid: Grid, hessian: Tensor) -> Iterator[Codes]:
     importance = importance_of(hessian)
     yield by_chunks(lambda rows: rtn(rows, grid, importance), weight, COPIES)
     if grid.config.clip == "output" and has_correlations(hessian):
-        by_group = of_output(hessian, grid)
+        loss = of_output(hessian, grid)
+
+        def by_output(rows: Tensor) -> Codes:
+            return rounded(rows, grid, least(rows, grid, lambda *of: loss(grid.errors(grid.groups(rows), *of))))
+
         yield by_chunks(lambda rows: rounded(rows, grid, whole(rows, grid)), weight, COPIES)
-        yield by_chunks(lambda rows: rounded(rows, grid, least(rows, grid, by_group)), weight, COPIES)
+        yield by_chunks(by_output, weight, COPIES)
 
 
 def best_rounded(weight: Tensor, grid: Grid, hessian: Tensor) -> Codes:

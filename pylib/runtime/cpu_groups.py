@@ -57,7 +57,7 @@ class CpuGroups:
 
     def _in_tiles(self, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns groups as programs read them, the last tile filled up with zeros, and their ends."""
-        by_row = _filled(groups.flatten(0, 1).contiguous())
+        by_row = _filled(groups.flatten(0, 1).float())
         low, high = (groups.new_empty(len(by_row) // LANES, LANES) for _ in range(2))
         tiles = torch.empty_like(by_row)
         self._run(Tiles(self._size), by_row, tiles, [low, high])
