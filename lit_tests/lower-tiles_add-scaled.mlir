@@ -12,6 +12,9 @@
 // CHECK:         wgmma.wait_group.sync.aligned 0;
 // CHECK-SAME:    fma.rn.f32 wgmma_sum3072, wgmma_sum3076, $0, wgmma_sum3072;
 // CHECK-SAME:    fma.rn.f32 wgmma_sum3074, wgmma_sum3078, $1, wgmma_sum3074;
+// Sums of x of a token times an offset of a row.
+// CHECK:         fma.rn.f32 wgmma_sum3072, $0, $[[TOKEN:[0-9]+]], wgmma_sum3072;
+// CHECK-SAME:    fma.rn.f32 wgmma_sum3074, $1, $[[TOKEN]], wgmma_sum3074;
 // CHECK:         wgmma.wait_group.sync.aligned 0;
 // CHECK-SAME:    mov.f32 $0, wgmma_sum3072;
 !units = !lowbit.reg<[4, 32], vector<4xi32>, "spatial(4, 32)">
@@ -21,6 +24,7 @@
 !x = !lowbit.shared<[1, 16, 128], f8E4M3FN, [2048, 128, 1], 128>
 !sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
 !scale = !lowbit.reg<[64, 1], f32, "spatial(4, 1).local(2, 1).spatial(8, 1).replicated(4)">
+!of_x = !lowbit.reg<[1, 8], f32, "replicated(32, rank=2).spatial(1, 4).local(1, 2)">
 !w = !lowbit.global<[4, 32], vector<4xi32>, [32, 1], [1, 1]>
 !s = !lowbit.global<[64, 1], f32, [1, 1], [1, 1]>
 !y = !lowbit.global<[64, 8], f32, [8, 1], [1, 1]>
@@ -34,6 +38,7 @@ lowbit.program @products(%pw: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %py: !llvm.ptr<1>
   lowbit.prefetch %w[%c0, %c0] {layout = "spatial(4, 32)"} : !w
   %units = lowbit.load %w[%c0, %c0] : !w -> !units
   %scale = lowbit.load %s[%c0, %c0] : !s -> !scale
+  %of_x = lowbit.constant {value = 1.0 : f32} : !of_x
   %codes = lowbit.view %units : !units -> !codes
   %bytes = lowbit.decode_bytes %codes {offset = 8} : !codes -> !bytes
   %a = lowbit.slice %bytes {dim = 1, start = 32} : !bytes -> !a
@@ -42,6 +47,7 @@ lowbit.program @products(%pw: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %py: !llvm.ptr<1>
   lowbit.clear_accumulator %sums : !sums
   lowbit.accumulate %a, %x, %product {fresh, row = 8, start = 32} : !a, !x, !sums
   lowbit.add_scaled %product, %scale, %sums {pending = 0} : !sums, !scale, !sums
+  lowbit.add_outer %scale, %of_x, %sums : !scale, !of_x, !sums
   %total = lowbit.read_accumulator %sums : !sums
   lowbit.store %total, %y[%c0, %c0] : !sums, !y
   lowbit.return

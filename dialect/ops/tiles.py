@@ -23,7 +23,7 @@ from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
 from lowbit.dialect.layouts.fragments import MMA_B_NK, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.ops.common import I32, check_access, memory_of
-from lowbit.dialect.optional import Choice, Optional
+from lowbit.dialect.optional import Choice, Flag, Optional
 from lowbit.dialect.types import UNIT, Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, element_bits
 
 WARP = 32  # threads
@@ -205,13 +205,20 @@ class IotaOp(Lowbit.Operation, name="iota", traits=[ext.Pure]):
 
 
 class MaterializeOp(Lowbit.Operation, name="materialize"):
-    """Computes a tile here. Without it, `lower-tiles` writes down the registers of a tile where they are first used."""
+    """Computes a tile here. Without it, `lower-tiles` writes down the registers of a tile where they are first used.
+
+    by_all  a tile in f32 that no compiler may move from here: what a warp makes together, such as `row_sums`, may not
+            go to where only the lanes are that store it
+    """
 
     source: ext.Operand[RegType]
+    by_all = Flag()
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        Reg.of(op.source.type)
+        element = Reg.of(op.source.type).element
+        if op.by_all:
+            expect(element == "f32", "element of the source", "f32", element)
 
 
 class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):

@@ -90,6 +90,26 @@ func.func @scale(%scale: !scale) {
 
 // -----
 
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+!column = !lowbit.reg<[64, 1], f32, "spatial(4, 1).local(2, 1).spatial(8, 1).replicated(4)">
+func.func @row(%column: !column) {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{row: expected f32 in replicated(32, rank=2).spatial(1, 4).local(1, 2)}}
+  "lowbit.add_outer"(%column, %column, %0) : (!column, !column, !sums) -> ()
+  return
+}
+
+// -----
+
+!half = !lowbit.reg<[16, 8], f16, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @half(%half: !half) {
+  // expected-error @below {{element of the source: expected f32, got f16}}
+  "lowbit.materialize"(%half) {by_all} : (!half) -> ()
+  return
+}
+
+// -----
+
 func.func @pending() {
   // expected-error @below {{pending: expected 0..7, got 8}}
   "lowbit.await_products"() {pending = 8 : i64} : () -> ()

@@ -107,9 +107,10 @@ class Tiles(Operations):
         elsewhere."""
         return Tile(ops.DiagonalOp(tile.value, Reg(tile.reg.element, layout).type).result)
 
-    def materialize(self, tile: Tile) -> None:
-        """Compute a tile here, not where it is first used."""
-        ops.MaterializeOp(tile.value)
+    def materialize(self, tile: Tile, by_all: bool = False) -> None:
+        """Compute a tile here, not where it is first used. by_all: nor where a compiler would have it, which may put
+        what a warp makes together to where only some of its lanes are."""
+        ops.MaterializeOp(tile.value).by_all = by_all
 
     def reduce(self, tile: Tile, dim: int, combine: str = "sum") -> Tile:
         """The sum over a dim, or the largest element ("max")."""

@@ -100,16 +100,24 @@ def add_scaled(op: Any, c: LoweringContext) -> None:
     product, sums = _of(op.product, c), _of(op.sums, c)
     c.pending.finish_reads()
     for row in range(sums.rows):
-        scales = _scales_of_row(c.tiles[op.scale[0]], sums, row) if op.scale else []
+        scales = _scalars_of_row(c.tiles[op.scale[0]], sums, row) if op.scale else []
         names = product.names(row), scales, sums.names(row)
         warpgroup.add_scaled(str(product.reg.element), *names, int_attr(op, "pending"))
 
 
-def _scales_of_row(scale: Fragment, sums: Accumulator, row: int) -> list[Any]:
-    """Returns what every register of a row of fragments is multiplied by."""
-    slots = scale.reg.layout.slots_for(sums.reg.layout)
+@lowers(ops.AddOuterOp, needs=WGMMA)
+def add_outer(op: Any, c: LoweringContext) -> None:
+    sums = _of(op.sums, c)
+    for row in range(sums.rows):
+        columns, rows = (_scalars_of_row(c.tiles[tile], sums, row) for tile in (op.column, op.row))
+        warpgroup.add_products(columns, rows, sums.names(row))
+
+
+def _scalars_of_row(tile: Fragment, sums: Accumulator, row: int) -> list[Any]:
+    """Returns the number of a tile, of columns or of rows, that belongs to every register of a row of fragments."""
+    slots = tile.reg.layout.slots_for(sums.reg.layout)
     ordered = sorted((column, i) for i, (r, column) in enumerate(sums.places) if r == row)
-    return [scale.scalar(slots[4 * i + j]) for _, i in ordered for j in range(4)]
+    return [tile.scalar(slots[4 * i + j]) for _, i in ordered for j in range(4)]
 
 
 @lowers(ops.ReadAccumulatorOp, needs=WGMMA)

@@ -89,6 +89,11 @@ def f32_instruction(name: str, *operands: Any) -> Any:
     return llvm.inline_asm(ir.F32Type.get(), list(operands), f"{name} $0, {places};", constraints, asm_dialect=0)
 
 
+def kept(x: Any) -> Any:
+    """A number in f32 that is computed here, for all that LLVM knows: by no instruction, which has its side effects."""
+    return llvm.inline_asm(x.type, [x], "", "=f,0", has_side_effects=True, asm_dialect=0)
+
+
 def intrinsic(name: str, x: Any) -> Any:
     """An LLVM intrinsic from a real number, or a vector of them, to its own type."""
     return llvm.call_intrinsic(x.type, ir.StringAttr.get(name), [x], [], [])

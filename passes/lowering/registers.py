@@ -79,7 +79,11 @@ def view(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.MaterializeOp)
 def materialize(op: Any, c: LoweringContext) -> None:
-    c.tiles[op.source].force()
+    tile = c.tiles[op.source]
+    tile.force()
+    if op.by_all:
+        kept = [emit.kept(x) for x in tile.registers("scalar")]
+        c.tiles[op.source] = Fragment(tile.reg, "scalar", kept.__getitem__)
 
 
 @lowers(ops.SliceOp)

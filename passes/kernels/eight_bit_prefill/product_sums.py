@@ -12,6 +12,18 @@ from lowbit.passes.builder import Memory, Program, Tile
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """What is added to the sums beside a scaled product: a number of every row times one of every token.
+
+    offset     of rows [rows, 1]: minus scale times zero, or the offset
+    sums_of_x  of tokens [1, tokens] in shared memory, over the columns of the product
+    """
+
+    offset: Tile
+    sums_of_x: Memory
+
+
+@dataclass(frozen=True)
 class Product:
     """Some columns of the weight times some columns of x.
 
@@ -19,12 +31,14 @@ class Product:
     x        a panel of x in shared memory
     start    the first column of x there
     scale    what the product is multiplied by, for every row; None where nothing is
+    zeros    what makes up for zeros and offsets that the weights have not got, where they have not
     """
 
     a: Tile
     x: Memory
     start: int
     scale: Tile | None
+    zeros: Zeros | None = None
 
 
 class Sums(Protocol):
@@ -78,10 +92,11 @@ class KeptSums:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A product that has been begun: where it is, its scale, and the sums that it will be added to."""
+    """A product that has been begun: where it is, the part of the tokens, and the sums that it will be added to."""
 
+    product: Product
     bank: Tile
-    scale: Tile | None
+    part: int
     sums: Tile
 
 
@@ -94,7 +109,7 @@ class PromotedSums:
     """
 
     def __init__(self, p: Program, layout: Layout, parts: int, element: str, banks: int) -> None:
-        self.p, self._tokens = p, layout.shape[1]
+        self.p, self._layout, self._tokens = p, layout, layout.shape[1]
         self._sums = [p.accumulator(layout) for _ in range(parts)]
         self._banks = [p.accumulator(layout, element) for _ in range(banks)]
         self._under_way: list[_Begun] = []
@@ -129,10 +144,18 @@ class PromotedSums:
         bank = self._banks[self._count % len(self._banks)]
         self._count += 1
         self.p.accumulate(some.a, some.x, some.start, bank, row=part * self._tokens, fresh=True)
-        self._under_way.append(_Begun(bank, some.scale, self._sums[part]))
+        self._under_way.append(_Begun(some, bank, part, self._sums[part]))
 
     def _add_until(self, pending: int) -> None:
         """Adds products until so many are left under way."""
         while len(self._under_way) > pending:
             ended = self._under_way.pop(0)
-            self.p.add_scaled(ended.bank, ended.scale, ended.sums, pending=len(self._under_way))
+            zeros = ended.product.zeros
+            of_x = self._sums_of_x(zeros, ended.part) if zeros else None  # on its way while the product is waited for
+            self.p.add_scaled(ended.bank, ended.product.scale, ended.sums, pending=len(self._under_way))
+            if zeros and of_x is not None:
+                self.p.add_outer(zeros.offset, of_x, ended.sums)
+
+    def _sums_of_x(self, zeros: Zeros, part: int) -> Tile:
+        """The sums of a part of the tokens, as the sums of the product have their columns."""
+        return self.p.load(zeros.sums_of_x, (0, part * self._tokens), self._layout.reduce((0,)))

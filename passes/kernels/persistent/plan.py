@@ -52,7 +52,7 @@ class PersistentPlan:
 
     @cached_property
     def tensors(self) -> RoundTensors:
-        return RoundTensors.of(self.spec, self.round, self.tiles.rounds, self.scaling)
+        return RoundTensors.of(self.spec, self.round, self.tiles, self.scaling)
 
     @cached_property
     def x(self) -> XCopies:
@@ -71,7 +71,16 @@ class PersistentPlan:
         split, staging = self.tiles.split, self.staging
         exchange = split.exchanged_bytes + 2 * 128 if split else 0  # two kinds of signals
         last = 2 * 128 * self.schedule.streams  # whether the block is the last to write its sums, asked twice
-        return self.x.shared_bytes + (staging.shared_bytes if staging else 0) + exchange + last + self.weight_bytes
+        staged = staging.shared_bytes if staging else 0
+        return self.x.shared_bytes + staged + exchange + last + self.weight_bytes + self.sums_of_x_bytes
+
+    @property
+    def sums_of_x_bytes(self) -> int:
+        """Shared memory of the sums of x over groups, where these make up for zeros: those of every stage."""
+        s, group = self.schedule, self.spec.packing.padded_group
+        if not (self.scaling.sums_x and s.order and group):
+            return 0
+        return 4 * s.num_stages * s.tokens * (s.panel_k // min(group, s.order.step_k))
 
     @property
     def weight_bytes(self) -> int:

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.formats.raw_codes import can_be_raw
+from lowbit.dialect.formats.raw_codes import can_be_raw, zero_code
 from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.round import Round
@@ -34,6 +34,15 @@ class Scaled(Enum):
     WEIGHTS_IN_TWO = "weights in two"
     WEIGHTS_BY_PANEL = "weights by panel"
     WEIGHTS_IN_F32 = "weights in f32"
+
+
+def multiplies_raw_codes(spec: MatmulSpec) -> bool:
+    """Tells whether codes may be multiplied as they are stored, where sums are scaled: there is nothing to subtract, or
+    sums of x make up for it."""
+    nothing = spec.dtype.kind == "uint" and spec.zeros == "none"
+    return (nothing or spec.zeros in ("float", "offset")) and can_be_raw(
+        spec.dtype, compute_element(spec.dtype, spec.act)
+    )
 
 
 @dataclass(frozen=True)
@@ -141,9 +150,19 @@ class Scaling:
     def raw_codes(self) -> bool:
         """Tells whether codes are multiplied as they are stored, with no subtraction."""
         spec = self.spec
-        late = not self.groups or self.round.schedule.order is not None  # scales have powers of two that codes lack
-        unsigned = spec.dtype.kind == "uint" and spec.zeros == "none" and late
-        return unsigned and can_be_raw(spec.dtype, compute_element(spec.dtype, spec.act))
+        if self.round.schedule.order:
+            return multiplies_raw_codes(spec)
+        return not self.groups and spec.zeros == "none" and multiplies_raw_codes(spec)  # scales lack powers of two
+
+    @property
+    def stored_offset(self) -> float:
+        """By how much the multiplied codes are too large: signed codes are in offset binary."""
+        return zero_code(self.spec.dtype) if self.raw_codes else 0.0
+
+    @property
+    def sums_x(self) -> bool:
+        """Tells whether sums of x make up for zeros and offsets."""
+        return self.scaled is Scaled.PRODUCTS and not self.spec.compute and self.spec.zeros in ("float", "offset")
 
     @property
     def exponent(self) -> int:

@@ -6,7 +6,7 @@
         for round of the chain:                     whose columns may lie apart (`Chains`)
             for panel, product of the panel:
                 p = weights x^T                     from zero, in registers of its own
-                sums = sums + scale * p
+                sums = sums + scale * p             and + offset * (sums of x), which make up for zeros and offsets
         total = total + sums
 
 Products are begun and not waited for; while one is under way, that before it is scaled and added (`PromotedSums`).
@@ -14,10 +14,12 @@ Products are begun and not waited for; while one is under way, that before it is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import Layout
-from lowbit.passes.builder import Program, Scalar, Tile
-from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums
+from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums, Zeros
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
@@ -25,17 +27,27 @@ from lowbit.passes.kernels.persistent.tile_order import Order, Turn
 from lowbit.passes.kernels.persistent.weight import Finish, Weight
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 from lowbit.passes.kernels.prefill_in_order.products import Products
+from lowbit.passes.kernels.prefill_in_order.sums_of_x import SumsOfX
 
 
 class OrderedWeight(Weight):
     """A weight whose scales multiply products, or the sums of chains."""
 
-    def scale_of(self, columns: GroupColumns, panel: int, registers: WeightRegisters) -> Tile | None:
-        """Returns the scale of a product for every row, in f32; None where the sums of chains have it."""
-        if not self.plan.scaling.groups:
-            return None
+    def scale_of(
+        self, columns: GroupColumns, panel: int, registers: WeightRegisters
+    ) -> tuple[Tile | None, Tile | None]:
+        """Returns what a product is multiplied by, for every row in f32, and what the sums of x are, where these make
+        up for zeros or offsets. There is no scale where the sums of chains have it."""
+        scaling, convert = self.plan.scaling, self.scales.convert
+        if not scaling.groups:
+            return None, None
         column = panel * self.plan.schedule.panel_k + columns.start
-        return self.scales.convert.with_exponent(self.scales.number("scales", registers.scales, column))
+
+        def load(name: str) -> Tile:
+            return self.scales.number(name, registers.scales, column)
+
+        scale = load("scales")
+        return convert.with_exponent(scale), convert.beside(scale, load) if scaling.sums_x else None
 
     def scaled(self, sums: Tile, row_tile: Scalar) -> Tile:
         """Returns the sums of a chain times the scales of rows, if these have one for all columns."""
@@ -64,6 +76,7 @@ class ChainMultiplier:
     ) -> None:
         self.p, self.plan, self.products, self.panels, self.weight = p, plan, products, panels, weight
         self._sums = {tokens: self._sums_of(tokens, banks) for tokens in plan.tiles.tokens}
+        self._of_x = SumsOfX(p, plan, products) if plan.scaling.sums_x else None
 
     def _sums_of(self, tokens: int, banks: int) -> Sums:
         """The sums of a chain of a tile or slice of so many tokens."""
@@ -112,8 +125,9 @@ class ChainMultiplier:
             for a in ready:
                 self.p.materialize(a)
             x = self.panels.wait(turn, index, panel)
-            products = zip(columns, ready, of_products, strict=True)
-            sums.begin_panel([Product(a, x, some.start, scale) for some, a, scale in products])
+            sums.begin_panel(list(self._products(x, panel, columns, ready, of_products)))
+            if self._of_x:
+                self._of_x.fill(x, panel, turn.shape.tokens)
             self.panels.copy_later(turn, index, panel)
             self.panels.release_before(panel)
             sums.begin_others()
@@ -122,3 +136,16 @@ class ChainMultiplier:
         sums.end_round()
         scales.await_copies()
         return registers.flat()
+
+    def _products(
+        self,
+        x: Memory,
+        panel: int,
+        columns: list[GroupColumns],
+        ready: list[Tile],
+        of_products: list[tuple[Tile | None, Tile | None]],
+    ) -> Iterator[Product]:
+        """Yields the products of a panel. of_products: scales, and what sums of x are multiplied by."""
+        for i, (some, a, (scale, offset)) in enumerate(zip(columns, ready, of_products, strict=True)):
+            zeros = Zeros(offset, self._of_x.of(panel, i)) if self._of_x and offset is not None else None
+            yield Product(a, x, some.start, scale, zeros)

@@ -1,5 +1,5 @@
 """About how long the prefill kernel of invariant matmuls takes: as long as that of other matmuls with the same tiles,
-and what it takes to add products to sums, and sums of chains to those before.
+and what it takes to add products to sums, sums of chains to those before, and x where its sums make up for zeros.
 
 The constants are estimates from instruction counts, of sm_90: a warp adds an accumulator a clock, and of two warps of a
 quarter of a multiprocessor one hides half of what the other does.
@@ -7,17 +7,22 @@ quarter of a multiprocessor one hides half of what the other does.
 
 from __future__ import annotations
 
+import math
+
+from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.cost_model import waves_of
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill import cost_model
-from lowbit.passes.kernels.prefill_in_order.products import Products
+from lowbit.passes.kernels.prefill_in_order.products import MMA_TOKENS, Products
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.target import Target
 
 _PER_TOKEN = 0.0003  # microseconds until a token's products of a group are added
 _WAIT = (0.06, 0.02)  # of a part's product until its registers can be read, with one bank and with two
+_PER_SUM = 0.0037  # until an instruction of each warp has added to sums of x
+_PER_PANEL = 0.03  # until all warps have those of a panel
 _PER_CHAIN = 0.3  # until a chain's last product has ended and the next one's first has begun
 
 
@@ -29,4 +34,12 @@ def predict(spec: MatmulSpec, tokens: int, s: PrefillInOrderSchedule, target: Ta
     if products.columns:
         count = chains.steps * chains.order.step_k / products.columns
         of_chain += count * (_PER_TOKEN * s.tokens + _WAIT[s.banks - 1] * s.parts)
+        if plan.scaling.sums_x:
+            of_chain += count * (_PER_TOKEN * s.tokens + _sums_of_x(s, products) / products.per_panel)
     return cost_model.predict(spec, tokens, s, target) + waves_of(plan, tokens, target).count * chains.count * of_chain
+
+
+def _sums_of_x(s: PrefillInOrderSchedule, products: Products) -> float:
+    """Microseconds for the sums of x of a panel."""
+    instructions = s.tokens // MMA_TOKENS * (s.panel_k // BLOCK_K)
+    return _PER_PANEL + _PER_SUM * instructions / math.prod(products.sharing(s.tokens))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.formats.raw_codes import can_be_raw
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.legality import loaded_registers
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.scaling import multiplies_raw_codes
 from lowbit.passes.kernels.prefill import legality as prefill
 from lowbit.passes.kernels.prefill_in_order.products import Products
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.target import Target
 
 _MOST_REGISTERS = 262  # of a thread, by this count: so many do not spill
+_SUMS_OF_X = {True: 38, False: 72}  # of these, where x is added up: by whether codes are multiplied as they are stored,
+_SUMS_OF_PART = 4  # and for each part
 
 
 def misfit(spec: MatmulSpec) -> str:
@@ -22,8 +24,8 @@ def misfit(spec: MatmulSpec) -> str:
     served by kernels for few tokens then, launch after launch."""
     if spec.experts > 1 or spec.compute or spec.outliers:
         return "experts, products of 8 bits and outliers"
-    if spec.bilevel or spec.zeros not in ("none", "int"):
-        return "scales that are codes, and zeros and offsets that sums of x make up for"
+    if spec.group_size is None and spec.zeros not in ("none", "int"):
+        return "float zeros and offsets of rows"
     if compute_element(spec.dtype, spec.act) != spec.act:
         return "codes that x's type does not hold"
     return ""
@@ -31,9 +33,7 @@ def misfit(spec: MatmulSpec) -> str:
 
 def products_of(spec: MatmulSpec) -> tuple[str, ...]:
     """Returns `SumOrder.products` of the kernel."""
-    unsigned = spec.dtype.kind == "uint" and spec.zeros == "none"
-    raw = unsigned and can_be_raw(spec.dtype, compute_element(spec.dtype, spec.act))
-    return ("mma", "raw codes") if raw else ("mma",)
+    return ("mma", "raw codes") if multiplies_raw_codes(spec) else ("mma",)
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillInOrderSchedule, target: Target) -> None:
@@ -44,16 +44,19 @@ def check_schedule(spec: MatmulSpec, s: PrefillInOrderSchedule, target: Target) 
         raise SpecError(f"schedule: prefill_in_order does not serve {why}; {prefill.OTHERS}")
     prefill.check_schedule(spec, s, target)
     plan = PersistentPlan(spec, s, WGMMA)
+    runs = plan.round.step // plan.tiles.chains.unit
     if why := plan.tiles.chains.misfit or Products(plan, s).misfit:
         raise SpecError(f"schedule: {why}; take another panel_k, num_stages or order_step_k")
-    if not plan.tiles.chains.are_whole and plan.tensors.staged:
-        given, step = s.order_step_k, plan.round.step
-        raise SpecError(f"schedule: order_step_k={given} must be a multiple of {step} for small groups")
+    if any(tensor.row_block_bytes // runs % 4 for tensor in plan.tensors.staged.values()):
+        raise SpecError(
+            f"schedule: scales of {s.order_step_k} columns are copied 4 bytes at a time; take another order_step_k"
+        )
 
 
 def spills(spec: MatmulSpec, s: PrefillInOrderSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for the sums of a chain and of those before,
-    for products, for two panels' fragments, and for what is loaded of a round."""
+    for products, for two panels' fragments, for what is loaded of a round, and for sums of x."""
     plan = PersistentPlan(spec, s, WGMMA)
     banks = s.banks * s.part_tokens // 2 if Products(plan, s).columns else 0
-    return s.tokens + banks + s.panel_k // 2 + loaded_registers(plan) > _MOST_REGISTERS
+    of_x = _SUMS_OF_X[plan.scaling.raw_codes] + _SUMS_OF_PART * s.parts if plan.scaling.sums_x else 0
+    return s.tokens + banks + s.panel_k // 2 + loaded_registers(plan) + of_x > _MOST_REGISTERS

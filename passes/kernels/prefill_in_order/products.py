@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import WARPS
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
+
+MMA_TOKENS = 8  # of an instruction
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class Products:
             return f"panels of panel_k={panel_k} columns do not hold products of {self.columns}"
         return ""
 
+    @property
+    def per_panel(self) -> int:
+        """Products of a panel."""
+        return self.schedule.panel_k // self.columns if self.columns else 1
+
     def of_panel(self, panel: int) -> Iterator[GroupColumns]:
         """Yields the products of a round's panel, in order."""
         width, groups = self.schedule.panel_k, max(1, self.plan.scaling.groups)
@@ -41,6 +50,12 @@ class Products:
         columns = self.columns or width
         for start in range(0, width, columns):
             yield GroupColumns(start, columns, (panel * width + start) // of_group)
+
+    def sharing(self, tokens: int) -> tuple[int, int]:
+        """Returns how many warps share out the products and the tokens of a panel where they add up x; what is left of
+        them does the same."""
+        along_tokens = math.gcd(WARPS, tokens // MMA_TOKENS)
+        return math.gcd(WARPS // along_tokens, self.per_panel), along_tokens
 
     def parts_of(self, tokens: int) -> int:
         """Returns the parts that a tile or slice of so many tokens is multiplied in."""

@@ -73,13 +73,4 @@ class Scales:
         """Returns a scale with the power of two that decoding left out and, if `offset`, what is added with it.
         load: gives scales, zeros and offsets, by name, as f32."""
         scale = load("scales")
-        return self.convert.with_exponent(scale), self.offset(scale, load) if offset else None
-
-    def offset(self, scale: Tile, load: Callable[[str], Tile]) -> Tile:
-        """Returns what sums of x are multiplied by, or what is added to scaled weights."""
-        p, zeros, convert = self.p, self.spec.zeros, self.convert
-        if zeros == "offset":
-            return convert.with_code_offset(load("offsets"), scale)
-        if zeros == "none":
-            return p.mul(scale, p.constant(-convert.offset, "f32", scale.layout))
-        return p.mul(scale, convert.minus_zero(load("zeros")))
+        return self.convert.with_exponent(scale), self.convert.beside(scale, load) if offset else None

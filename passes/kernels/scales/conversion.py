@@ -120,6 +120,16 @@ class ScaleConversion:
         more = -least - self.offset
         return p.add(minus, p.constant(more, "f32", layout)) if more else minus
 
+    def beside(self, scale: Tile, load: Callable[[str], Tile]) -> Tile:
+        """Returns what sums of x are multiplied by beside a scale, or what is added to scaled weights.
+        load: gives zeros and offsets, by name, as f32."""
+        p, zeros = self.p, self.spec.zeros
+        if zeros == "offset":
+            return self.with_code_offset(load("offsets"), scale)
+        if zeros == "none":
+            return p.mul(scale, p.constant(-self.offset, "f32", scale.layout))
+        return p.mul(scale, self.minus_zero(load("zeros")))
+
     def with_code_offset(self, o: Tile, scale: Tile) -> Tile:
         """An offset o, less the scaled number by which the codes are too large that are multiplied."""
         p = self.p

@@ -6,6 +6,8 @@ rounds. Codes of numbers (`Bilevel`) become numbers where a group's weights are 
 
 from __future__ import annotations
 
+from itertools import product
+
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
@@ -25,12 +27,13 @@ class RoundScales:
     """Loads scales, zeros and offsets in program `p`, and makes numbers of them.
 
     loaded   those that come to registers
-    staged   those that come to shared memory: for each its buffer [2, 1, warps, numbers of a row block]
+    staged   those that come to shared memory: for each its buffer [2, runs, 1, warps, numbers of a row block]. A run is
+             what a round has of columns that are side by side
     """
 
     def __init__(self, p: Program, plan: PersistentPlan) -> None:
         self.p, self.plan, self.spec, tiles = p, plan, plan.spec, plan.tiles
-        self.convert = ScaleConversion(p, plan.spec, 0.0, plan.scaling.raw_codes)
+        self.convert = ScaleConversion(p, plan.spec, plan.scaling.stored_offset, plan.scaling.raw_codes)
         self.row_layout = (tiles.rows * MMA_M16N8_D).reduce((1,))
         self._rows = self.row_layout.reshape((1, WARPS, ROWS))
         self._row_boundary = "none" if tiles.covers_rows else "clamp"
@@ -39,9 +42,17 @@ class RoundScales:
         self.staged = {name: self._buffer(tensor) for name, tensor in plan.tensors.staged.items()}
         self._stage: Index = 0
 
+    @property
+    def _runs(self) -> int:
+        return self.plan.round.step // self.plan.tiles.chains.unit
+
     def _buffer(self, tensor: RoundTensor) -> Memory:
-        element = ScaleConversion.element(tensor.slot.storage)
-        return self.p.alloc_shared(element, (2, 1, WARPS, tensor.count * tensor.lanes))
+        element, numbers = ScaleConversion.element(tensor.slot.storage), tensor.count // self._runs * tensor.lanes
+        return self.p.alloc_shared(element, (2, self._runs, 1, WARPS, numbers))
+
+    def _run(self, name: str, run: int) -> Memory:
+        """Returns the numbers of a run of the round that is multiplied [1, warps, numbers of a row block]."""
+        return self.p.stage(self.p.stage(self.staged[name], self._stage), run)
 
     def fill_table(self) -> None:
         """Fills the table in which scales are places, if they are, in shared memory."""
@@ -75,16 +86,20 @@ class RoundScales:
         """Starts to copy what a round has."""
         if not self.staged:
             return
-        for name, buffer in self.staged.items():
-            self._copy(self._all[name], self.p.stage(buffer, stage), row_tile, index)
+        chains, runs = self.plan.tiles.chains, range(self._runs)
+        for (name, buffer), run in product(self.staged.items(), runs):
+            first = index + chains.offset(run * chains.unit) // chains.unit if run else index
+            self._copy(self._all[name], self.p.stage(self.p.stage(buffer, stage), run), row_tile, first)
         self.p.commit()
 
     def _copy(self, tensor: RoundTensor, target: Memory, row_tile: Scalar, index: Index) -> None:
         numbers, lanes = tensor.slot.shape[1:]
-        width, total, element = tensor.count * lanes, numbers * lanes, ELEMENTS[tensor.slot.storage]
-        shape, strides = (self.plan.tiles.all_rounds, self.spec.packing.row_blocks, width), (width, total, 1)
+        width, total, element = tensor.count // self._runs * lanes, numbers * lanes, ELEMENTS[tensor.slot.storage]
+        counted = self.plan.tiles.all_rounds * self._runs
+        shape, strides = (counted, self.spec.packing.row_blocks, width), (width, total, 1)
         view = self.p.global_view(self.p[tensor.slot.name], element.mlir, shape, strides)
-        vector = next(v for v in (16, 8, 4) if tensor.row_block_bytes % v == 0 and total * element.bytes % v == 0)
+        sizes = width * element.bytes, total * element.bytes
+        vector = next(v for v in (16, 8, 4) if all(size % v == 0 for size in sizes))
         layout = spatial(1, WARPS, 1) * copy_layout((1, 1, width), 32, vector // element.bytes)
         limit = () if self.plan.tiles.covers_columns else (width, 0, 1, total)
         boundary = ("none", self._row_boundary, "none")
@@ -103,7 +118,8 @@ class RoundScales:
     def _from_stage(self, name: str, i: int) -> Tile:
         lanes = self._all[name].lanes
         layout: Layout = self._rows if lanes == ROWS else self._rows.reduce((2,))
-        return self.p.load(self.p.stage(self.staged[name], self._stage), (0, 0, i * lanes), layout)
+        run, number = divmod(i, self._all[name].count // self._runs)
+        return self.p.load(self._run(name, run), (0, 0, number * lanes), layout)
 
     # -- to numbers
 
@@ -113,9 +129,8 @@ class RoundScales:
 
         def staged(name: str, layout: Layout) -> Tile:
             _, groups, rows = layout.shape
-            buffer = self.p.stage(self.staged[name], self._stage)
             flat = layout.reshape((1, WARPS, groups * rows))
-            return self.p.reshape(self.p.load(buffer, (0, 0, first * rows), flat), layout.shape)
+            return self.p.reshape(self.p.load(self._run(name, 0), (0, 0, first * rows), flat), layout.shape)
 
         def second_level(name: str, bilevel: Bilevel) -> Tile:
             return self.convert.as_f32(staged(name, layout.reduce((2,))), bilevel.scale)

@@ -10,6 +10,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.persistent.round import Round
 from lowbit.passes.kernels.persistent.scaling import Scaling
+from lowbit.passes.kernels.persistent.tiles import Tiles
 
 _MOST_LOADED = 16  # numbers of a row and round that registers have room for,
 _MOST_BESIDE_OUTLIERS = 8  # which outliers take from them
@@ -29,13 +30,14 @@ class RoundTensor:
     repeat: int
 
     @staticmethod
-    def of(slot: TensorSlot, spec: MatmulSpec, step: int, rounds: int) -> RoundTensor:
-        """Returns the numbers of a tensor in a round of `step` columns, of so many rounds."""
+    def of(slot: TensorSlot, spec: MatmulSpec, step: int, rounds: int, together: int) -> RoundTensor:
+        """Returns the numbers of a tensor in a round of `step` columns, of so many rounds. together: columns of a round
+        that are side by side."""
         packing, bilevel = spec.packing, spec.bilevel
         if packing.padded_group is None or slot.index == "padded_row":
             return RoundTensor(slot, 1, step, rounds)
         columns = bilevel.columns(packing) if slot.index == "block" and bilevel else packing.padded_group
-        each = math.gcd(columns, step)
+        each = math.gcd(columns, together)
         return RoundTensor(slot, step // each, each, columns // each)
 
     @property
@@ -67,10 +69,11 @@ class RoundTensors:
     staged: dict[str, RoundTensor]
 
     @staticmethod
-    def of(spec: MatmulSpec, round_: Round, rounds: int, scaling: Scaling) -> RoundTensors:
-        """Returns the tensors of a weight in rounds, of which a tile has so many."""
+    def of(spec: MatmulSpec, round_: Round, tiles: Tiles, scaling: Scaling) -> RoundTensors:
+        """Returns the tensors of a weight in the rounds of tiles."""
         needed = [slot for slot in spec.tensors if _is_in_rounds(slot, spec, scaling)]
-        every = {slot.name: RoundTensor.of(slot, spec, round_.step, rounds) for slot in needed}
+        counts = round_.step, tiles.rounds, tiles.chains.unit
+        every = {slot.name: RoundTensor.of(slot, spec, *counts) for slot in needed}
         most = _MOST_BESIDE_OUTLIERS if spec.outliers else _MOST_LOADED
         many = not spec.compute and sum(tensor.count for tensor in every.values()) > most
         staged = {name for name, tensor in every.items() if many and tensor.count > 1 and tensor.repeat == 1}

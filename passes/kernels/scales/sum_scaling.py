@@ -40,4 +40,4 @@ class SumScaling:
         scales = self.scales
         scale = scales.of_rows("scales")
         result = self.p.mul(total, scales.convert.with_exponent(scale))
-        return self.p.fma(scales.offset(scale, scales.of_rows), sums_of_x[0], result) if sums_of_x else result
+        return self.p.fma(scales.convert.beside(scale, scales.of_rows), sums_of_x[0], result) if sums_of_x else result
