@@ -1,4 +1,4 @@
-"""Models in SGLang, by small fakes of its classes: SGLang itself is not installed where these tests run."""
+"""Models in SGLang, by small fakes of its classes, and layers of SGLang itself where it is installed: CI has it not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,3 +230,63 @@ def test_experts_of_another_library(config: Any, tmp_path: Path) -> None:
         CheckpointError, match=r"experts: the server's loader has passed no down_proj\.scales of expert 2"
     ):
         fake_sglang.load(model, {key: t for key, t in tensors.items() if key != f"{name}.2.down_proj.scales"})
+
+
+# -- with SGLang
+
+needs_sglang = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed: docs/howto/sglang.md")
+
+
+@pytest.fixture
+def sglang() -> Iterator[Any]:
+    """Yields SGLang's classes, in a process that serves a model alone, and lowbit's configuration."""
+    context = import_module("sglang.srt.runtime_context")
+    import_module("lowbit.pylib.integrations.sglang").register()
+    linear, moe = (import_module(f"sglang.srt.layers.{path}") for path in ("linear", "moe.fused_moe_triton.layer"))
+    dispatch, topk = (import_module(f"sglang.srt.layers.moe.{path}") for path in ("token_dispatcher", "topk"))
+    groups = "tp", "attn_tp", "moe_ep", "moe_tp"
+    one = {f"{group}_size": 1 for group in groups} | {f"{group}_rank": 0 for group in groups}
+    with context.get_context().override_server_args(), context.get_parallel().override(**one, tp_group=None):
+        torch.set_default_dtype(torch.bfloat16)
+        config = import_module("lowbit.pylib.integrations.sglang.config")
+        yield SimpleNamespace(config=config, linear=linear, moe=moe, dispatch=dispatch, topk=topk)
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_sglang
+@torch.no_grad()
+def test_layers_of_sglang(sglang: Any, tmp_path: Path) -> None:
+    """Saved layers, by SGLang's own constructors, loaders and calls."""
+    torch.set_default_dtype(torch.float32)
+    model: Any = saved(tmp_path).get_submodule("layers.0")
+    torch.set_default_dtype(torch.bfloat16)
+    about = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": serving_of(sglang.config, tmp_path)}
+    layers = nn.ModuleDict(
+        {
+            "qkv_proj": sglang.linear.QKVParallelLinear(64, 32, 2, 1, **about, prefix="layers.0.qkv_proj"),
+            "o_proj": sglang.linear.RowParallelLinear(64, 32, **about, prefix="layers.0.o_proj"),
+        }
+    )
+    served, x = nn.ModuleDict({"layers": nn.ModuleList([layers])}), torch.randn(3, 64).bfloat16()
+    fake_sglang.load(served, tensors_of(tmp_path))
+    assert torch.equal(layers["qkv_proj"](x)[0], model(x)) and torch.equal(layers["o_proj"](x)[0], model.o_proj(x))
+
+
+@needs_sglang
+@torch.no_grad()
+def test_experts_of_sglang(sglang: Any) -> None:
+    """Experts that are quantized when they have been loaded, by SGLang's own constructor, loader and method."""
+    dense, (x, weights, ids) = dense_experts().bfloat16(), chosen()
+    serving = sglang.config.LowbitServing(LowbitConfig("u4", 32, clip="max"))
+    about = {"params_dtype": torch.bfloat16, "quant_config": serving, "prefix": "layers.0.mlp.experts"}
+    layer = sglang.moe.FusedMoE(4, 64, 128, 0, top_k=2, **about)
+    for expert in range(4):
+        gate, up = dense.gate_up_proj[expert].chunk(2)
+        for name, tensor, shard in (("w13", gate, "w1"), ("w13", up, "w3"), ("w2", dense.down_proj[expert], "w2")):
+            parameter = getattr(layer, f"{name}_weight")
+            parameter.weight_loader(parameter, tensor, f"{name}_weight", shard_id=shard, expert_id=expert)
+    layer.quant_method.process_weights_after_loading(layer)
+    topk = sglang.topk.StandardTopKOutput(weights, ids, torch.empty(6, 4))
+    given = sglang.dispatch.StandardDispatchOutput(x, None, topk)
+    expected = lowbit_experts(dense)["mlp"]["experts"](x, ids.long(), weights)
+    assert close(layer.quant_method.apply(layer, given).hidden_states, expected)
