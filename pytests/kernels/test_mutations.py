@@ -181,7 +181,7 @@ WRONG_NUMBERS = [
     Mutation("scale dropped", NF4, ScaleConversion, "as_f32", constant(0.25)),
     Mutation("power of two dropped", F6, ScaleConversion, "with_exponent", lambda right: lambda self, scale: scale),
     Mutation("zero dropped", U4, ScaleConversion, "minus_zero", constant(0.0)),
-    Mutation("offset dropped", OFFSET, Scales, "offset", lambda right: lambda self, s, load: self.p.mul(s, 0.0)),
+    Mutation("offset dropped", OFFSET, ScaleConversion, "beside", lambda right: lambda self, s, _: self.p.mul(s, 0.0)),
     Mutation("scale and offset exchanged", OFFSET, Scales, "of_group", exchanged("scales", "offsets")),
     Mutation("offset of the next group", OFFSET, Scales, "of_group", of_next_group("offsets")),
     Mutation("offset of codes lost", I4_OFFSET, ScaleConversion, "with_code_offset", lambda right: lambda _, o, s: o),
