@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import SURE, Candidates, KernelFamily, Operation
 from lowbit.passes.kernels.experts_decode import legality
-from lowbit.passes.kernels.experts_decode.candidates import IN_ORDER, candidates, cuts, in_order
+from lowbit.passes.kernels.experts_decode.candidates import IN_ORDER, candidates, cuts, in_order, preferred
 from lowbit.passes.kernels.experts_decode.schedule import TOKENS, ExpertsDecodeSchedule
 from lowbit.passes.kernels.streaming.cost_model import predict
 from lowbit.passes.kernels.streaming.order import sum_order
@@ -58,7 +58,10 @@ class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
         order   of sums, if there is to be a certain one
         """
         some = replace(spec, n=hit * (spec.n // spec.experts), experts=hit)
-        every = in_order(spec, token_tile, target, order, self) if order else self.candidates(spec, token_tile, target)
+        if order:
+            every: Sequence[ExpertsDecodeSchedule] = in_order(spec, token_tile, target, order, self)
+        else:
+            every = preferred(spec, self.candidates(spec, token_tile, target))
         return min(every, key=lambda s: self.predict(some, token_tile, s, target), default=None)
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
