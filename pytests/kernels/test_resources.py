@@ -126,6 +126,16 @@ def test_resources_of_integer_zeros(weight: str, act: str, tokens: int, target: 
     assert per_weight(kernel) - per_weight(plain) <= WITH_ZEROS[weight][act == "bf16"]
 
 
+@pytest.mark.parametrize("group", [64, 128])
+def test_resources_of_sums_of_x(group: int) -> None:
+    """Beside sums of products wgmma's kernels hold sums of x, where these make up for zeros."""
+    spec = MatmulSpec(8192, 8192, "u4", group, zeros="float", invariant=True)
+    kernel = compile_matmul(spec, parse_target("sm_90a"), tokens=64)
+    assert isinstance(kernel.schedule, Schedule) and kernel.schedule.wgmma
+    used = resource_usage(kernel.ptx, kernel.target)
+    assert (used.spill_stores, used.spill_loads) == (0, 0), kernel.schedule
+
+
 @pytest.mark.parametrize("weight", DIGITS)
 def test_resources_of_digits(weight: str) -> None:
     schedule = IntegerSchedule(1, 4, 1, 8, 256, 2)

@@ -269,7 +269,9 @@ class WgmmaPlan(EnginePlan):
 
     def clocks(self, costs: EngineCosts, common: DecodeCosts) -> EngineClocks:
         scaled = 1.0 if self.arithmetic.scaling.rounds_scales else self._columns_of_sums
-        return self._clocks(costs, 0.0, scaled)
+        if not self.arithmetic.zeros_in_sums:
+            return self._clocks(costs, 0.0, scaled)
+        return self._clocks(costs, self._sums_beside, 2 * scaled)  # products of ones, and their sums by offsets
 
 
 class InPlacePlan(EnginePlan):
