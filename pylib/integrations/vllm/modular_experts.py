@@ -7,7 +7,7 @@ tokens come in one of two formats: [tokens, hidden] with ids among the experts o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,25 @@ def local_ids(ids: Tensor, expert_map: Tensor | None) -> Tensor:
     return here[ids.long().clamp(-1, len(expert_map))]
 
 
+class _Call(NamedTuple):
+    """What vLLM gives for a call.
+
+    x             [tokens, hidden], or in batches [experts, most tokens, hidden]
+    ids, weights  [tokens, k]; ids are among the experts of all processes
+    expert_map    see `local_ids`
+    w1, w2        for adapters: parameters with the sizes of the matrices
+    meta          of batches: how many tokens each expert has
+    """
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    expert_map: Tensor | None
+    w1: Tensor
+    w2: Tensor
+    meta: Any
+
+
 class _LowbitExperts(FusedMoEExpertsModular):
     """What both formats share. Scales, gates and biases are the kernels' own, and they need no workspace of vLLM's."""
 
@@ -88,6 +107,50 @@ class _LowbitExperts(FusedMoEExpertsModular):
         spec = self.held.gate_up.spec
         return spec.experts, a1.shape[-2], spec.n // spec.experts, a1.shape[-1], topk_ids.shape[1]
 
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> Shapes:
+        """Returns the shapes of two workspaces, and of the results."""
+        return (0,), (0,), self.results_shape(M, K, local_num_experts)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Writes the results of a call to output."""
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        output.copy_(self.results(_Call(hidden_states, topk_ids, weights, expert_map, w1, w2, expert_tokens_meta)))
+
+    def results_shape(self, tokens: int, hidden: int, experts: int) -> tuple[int, ...]:
+        """Returns the shape of the results for so many tokens, or for batches of so many."""
+        raise NotImplementedError
+
+    def results(self, call: _Call) -> Tensor:
+        """Returns what goes back to vLLM."""
+        raise NotImplementedError
+
 
 class StandardExperts(LoRAExpertsMixin, _LowbitExperts):
     """Experts of tokens [tokens, hidden], whose results are added up here."""
@@ -112,78 +175,39 @@ class StandardExperts(LoRAExpertsMixin, _LowbitExperts):
             )
         super().set_lora_context(ctx)
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> Shapes:
-        """Returns the shapes of two workspaces, and of the results."""
-        return (0,), (0,), (M, K)
+    def results_shape(self, tokens: int, hidden: int, experts: int) -> tuple[int, ...]:
+        """Returns that of the sums of tokens."""
+        return tokens, hidden
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Writes the sum of the experts here of each token, by their weights, to output [tokens, hidden]."""
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        ids = local_ids(topk_ids, expert_map)
+    def results(self, call: _Call) -> Tensor:
+        """Returns the sum of the experts here of each token, by their weights: [tokens, hidden]."""
+        ids = local_ids(call.ids, call.expert_map)
         if self._lora_context is None:
-            output.copy_(self.held(hidden_states, ids, weights))
-            return
-        adapters = _LoRA(self, hidden_states, topk_ids, weights, expert_map, w1, w2)
-        output.copy_(self.held(hidden_states, ids, weights, adapters))
+            return self.held(call.x, ids, call.weights)
+        return self.held(call.x, ids, call.weights, _LoRA(self, call))
 
 
 class _LoRA:
-    """The adapters of one call, by vLLM's kernels (`Adapters`).
+    """The adapters of one call, by vLLM's kernels (`Adapters`)."""
 
-    x, ids, weights   as vLLM gives them; ids are among the experts of all processes
-    """
-
-    def __init__(
-        self,
-        experts: StandardExperts,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        expert_map: Tensor | None,
-        w1: Tensor,
-        w2: Tensor,
-    ) -> None:
-        self.experts, self.x, self.ids, self.weights, self.expert_map = experts, x, ids, weights, expert_map
-        self.shared: dict[str, Any] = {"w1": w1, "w2": w2, "num_tokens": len(x), "top_k_num": ids.shape[1]}
+    def __init__(self, experts: StandardExperts, call: _Call) -> None:
+        self.experts, self.call = experts, call
+        tokens, k = call.ids.shape
+        self.shared: dict[str, Any] = {"w1": call.w1, "w2": call.w2, "num_tokens": tokens, "top_k_num": k}
         self.sorted: Any = None
 
     def add_to_gate_up(self, h: Tensor) -> None:
         """Adds to h [tokens, k, 2 inner], and keeps how the kernel sorts tokens by adapter and expert."""
-        call = {"topk_ids": self.ids, "topk_weights": self.weights, "expert_map": self.expert_map, **self.shared}
-        self.sorted = self.experts.apply_w13_lora(self.experts._lora_context, y=h, x=self.x, **call)
+        call = self.call
+        chosen = {"topk_ids": call.ids, "topk_weights": call.weights, "expert_map": call.expert_map}
+        self.sorted = self.experts.apply_w13_lora(self.experts._lora_context, y=h, x=call.x, **chosen, **self.shared)
 
     def add_to_down(self, a: Tensor, y: Tensor) -> None:
         """Adds to y [tokens, k, hidden], by weights, for a [tokens k, inner]."""
         names = "sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping"
-        call = {"topk_weights": self.weights, **dict(zip(names, self.sorted, strict=True)), **self.shared}
-        self.experts.apply_w2_lora(self.experts._lora_context, y=y, x=a, **call)
+        order = dict(zip(names, self.sorted, strict=True))
+        given = {"topk_weights": self.call.weights, **order, **self.shared}
+        self.experts.apply_w2_lora(self.experts._lora_context, y=y, x=a, **given)
 
 
 class BatchedExperts(_LowbitExperts):
@@ -198,42 +222,15 @@ class BatchedExperts(_LowbitExperts):
         """Returns what weighs results and adds them up: vLLM's finalize."""
         return TopKWeightAndReduceDelegate()
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> Shapes:
-        """Returns the shapes of two workspaces, and of the results."""
-        return (0,), (0,), (local_num_experts, M, K)
+    def results_shape(self, tokens: int, hidden: int, experts: int) -> tuple[int, ...]:
+        """Returns that of a batch for each expert."""
+        return experts, tokens, hidden
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Writes each expert's results to output [experts, most tokens, hidden], and zeros where it has no token."""
-        experts, most, hidden = hidden_states.shape
-        device, counts = hidden_states.device, expert_tokens_meta.expert_num_tokens
+    def results(self, call: _Call) -> Tensor:
+        """Returns each expert's results [experts, most tokens, hidden], and zeros where it has no token."""
+        experts, most, hidden = call.x.shape
+        device, counts = call.x.device, call.meta.expert_num_tokens
         numbers = torch.arange(max(experts, most), dtype=torch.int32, device=device)
         ids = torch.where(numbers[:most] < counts[:, None], numbers[:experts, None], -1).view(-1, 1)
         ones = torch.ones(ids.shape, device=device)
-        output.copy_(self.held(hidden_states.reshape(-1, hidden), ids, ones).view_as(output))
+        return self.held(call.x.reshape(-1, hidden), ids, ones).view_as(call.x)
