@@ -47,8 +47,12 @@ class Fit(Protocol):
 def fit_of(weight: Tensor, grid: Grid, importance: Tensor | None) -> Fit:
     """Returns the search in a weight [rows, k] in f32, for importances [k] or columns that are all alike."""
     groups, counted = grid.groups(weight), counts(weight, grid, importance)
-    on_cpu = weight.device.type == "cpu" and grid.integer and has_group_programs()
-    return _OnCpu(groups, counted, grid) if on_cpu else _InTorch(groups, counted, grid)
+    return _OnCpu(groups, counted, grid) if has_programs(weight, grid) else _InTorch(groups, counted, grid)
+
+
+def has_programs(weight: Tensor, grid: Grid) -> bool:
+    """Tells whether programs of the CPU target serve a weight: one of integers on a CPU."""
+    return weight.device.type == "cpu" and grid.integer and has_group_programs()
 
 
 def can_be_below_zero(grid: Grid) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.passes.cpu.group_plans import Errors
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.group_fit import has_programs
 from lowbit.pylib.quantization.losses import (
     SAFE_POWER,
     counted,
@@ -19,7 +20,7 @@ from lowbit.pylib.quantization.losses import (
     importance_of,
     of_output,
 )
-from lowbit.pylib.runtime.cpu_groups import CpuGroups, has_group_programs
+from lowbit.pylib.runtime.cpu_groups import CpuGroups
 
 RATIOS = [1 - 0.02 * step for step in range(41)]  # of a group's range, 1 to 0.2, for `clip="mse"`
 COARSE, FINE = [1 - 0.08 * step for step in range(11)], (0.04, 0.02, 0.01, 0.005)
@@ -71,7 +72,7 @@ def _rating(weight: Tensor, grid: Grid, each: Tensor) -> Rating:
     """Returns the loss of groups whose squared errors count so much each (`counts`); on a CPU by a compiled program, if
     levels are integers."""
     groups = grid.groups(weight)
-    if weight.device.type != "cpu" or not grid.integer or not has_group_programs():
+    if not has_programs(weight, grid):
         loss = counted(each)
         return lambda scales, zeros: loss(grid.errors(groups, scales, zeros))
     has_zeros = grid.config.zeros != "none"

@@ -58,11 +58,8 @@ class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
         order   of sums, if there is to be a certain one
         """
         some = replace(spec, n=hit * (spec.n // spec.experts), experts=hit)
-        if order:
-            every: Sequence[ExpertsDecodeSchedule] = in_order(spec, token_tile, target, order, self)
-        else:
-            every = preferred(spec, self.candidates(spec, token_tile, target))
-        return min(every, key=lambda s: self.predict(some, token_tile, s, target), default=None)
+        every = in_order(spec, token_tile, target, order, self) if order else self.candidates(spec, token_tile, target)
+        return min(preferred(spec, every), key=lambda s: self.predict(some, token_tile, s, target), default=None)
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
         """The candidates with other numbers of stages and of blocks, too."""
