@@ -40,7 +40,7 @@ PEERS: dict[str, tuple[str | None, Record]] = {
     "bf16": (None, {}),
     "fp8": (None, {"quantization": "fp8"}),
     "gptq": (GPTQ, {}),
-    "gptq+humming": (GPTQ, {"linear_backend": "humming"}),
+    "gptq+humming": (GPTQ, {"linear_backend": "humming", "moe_backend": "humming"}),
 }
 """What vLLM has itself: the weights of the folder, and settings of the engine."""
 
