@@ -41,7 +41,8 @@ def _check_gpu() -> None:
 @app.command()
 def run(
     plan: Annotated[
-        str | None, typer.Argument(help="decode, prefill, smoke, or a TOML file: parts with the options below.")
+        str | None,
+        typer.Argument(help="decode, prefill, invariant, smoke, or a TOML file: parts with the options below."),
     ] = None,
     shapes: Annotated[
         str | None, typer.Option(help="issue, squares, a model, a layer, or sizes as 4096x11008.")
@@ -92,11 +93,13 @@ def run(
 
 @app.command()
 def table(file: File) -> None:
-    """Results as markdown tables."""
+    """Results as markdown tables; those of `run invariant` as two short ones."""
+    from benchmarks.invariant_page import OURS, page
     from benchmarks.results import Results
     from benchmarks.tables import tables
 
-    print(tables(Results.read(file)))
+    results = Results.read(file)
+    print(page(results) if results.all(peer=OURS) else tables(results))
 
 
 @app.command()
@@ -131,6 +134,19 @@ def publish_prefill(
     from benchmarks.results import Results
 
     for path in write([Results.read(file) for file in files], root):
+        print(path)
+
+
+@app.command()
+def publish_invariant(
+    file: Annotated[Path, typer.Argument(help="What `run invariant` has written.")],
+    root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Write what equal bits in every batch cost into docs/invariant.md, between its marks."""
+    from benchmarks.invariant_page import publish as write
+    from benchmarks.results import Results
+
+    for path in write(Results.read(file), root):
         print(path)
 
 

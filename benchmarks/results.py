@@ -6,6 +6,8 @@ The file is rewritten after every measurement, by a rename, so that it is whole 
     n, k, m                                           type of 8 bits in which x is multiplied)
     shape, label                                      the shape's name, and what exactly the peer ran
     right, error                                      relative error in the Frobenius norm
+    row_bits                                          hashes of y's first and last row, whose x is the same for all
+                                                      m: one for all m where results do not depend on the batch
     us, best_us, worst_us                             per call in a CUDA graph, after a rest: median, least and most
     sustained_us                                      median of a GPU that never rests
     millijoules                                       per call, of a GPU that never rests

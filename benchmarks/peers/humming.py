@@ -39,6 +39,7 @@ class Humming(Peer):
     package = "humming"
     install = "humming-kernels"
     computes = (None, "f8e4m3", "i8")
+    invariant = False
 
     def lacks(self, case: Case, m: int) -> str | None:
         t = case.spec.dtype
@@ -59,7 +60,7 @@ class Humming(Peer):
 
         def compile_job(case: Case, m: int, small: Any) -> None:
             config = replace(small, shape_n=case.n, shape_k=case.k).to_str()
-            HummingKernel.prepare_kernels(config, None, tuning(config, m))
+            HummingKernel.prepare_kernels(config, self._compute(), tuning(config, m, invariant=self.invariant))
 
         small = {case: replace(case, shape=SMALL) for case, _ in jobs}
         with ThreadPoolExecutor(cores()) as pool:
@@ -76,7 +77,9 @@ class Humming(Peer):
         config = layer.humming_config.to_str()
 
         def bind(layer: Any) -> Call:
-            return lambda x: layer(x, tuning_config=tuning(config, len(x)))
+            return lambda x: layer(
+                x, compute_config=self._compute(), tuning_config=tuning(config, len(x), invariant=self.invariant)
+            )
 
         name = _type(case)
         zeros = "symmetric" if case.zeros == "none" else "integer zeros"
@@ -89,6 +92,18 @@ class Humming(Peer):
             deviation=ROUNDING[case.act],
         )
         return _of_8_bits(whole, layer, config) if case.compute else whole
+
+    def _compute(self) -> str | None:
+        """Returns what its kernels are told of their sums."""
+        return json.dumps({"use_batch_invariant": True}) if self.invariant else None
+
+
+class HummingInvariant(Humming):
+    """The same in its batch-invariant mode: one part of k, and tiles of as many columns for every number of tokens."""
+
+    name = "humming-invariant"
+    computes = (None,)
+    invariant = True
 
 
 def _of_8_bits(whole: Layer, layer: Any, config: str) -> Layer:
@@ -139,19 +154,20 @@ def _config_of_small(case: Case) -> Any:
 
 
 @cache
-def tuning(config: str, m: int, kind: str = "dense") -> str:
+def tuning(config: str, m: int, kind: str = "dense", invariant: bool = False) -> str:
     """The kernel that it would choose for m tokens; without this, it compiles those for 92 ranges of m up to 8192.
 
-    kind   "indexed" for experts, whose m counts a token once for each of its experts
+    kind        "indexed" for experts, whose m counts a token once for each of its experts
+    invariant   whether results have to be the same bits for all m
     """
     wanted = (1, m)  # its launcher looks at the kernel for one token whatever m is
-    ranges = [r for r in _ranges(config, kind) if any(r[0] < each <= r[1] for each in wanted)]
+    ranges = [r for r in _ranges(config, kind, invariant) if any(r[0] < each <= r[1] for each in wanted)]
     return json.dumps(ranges)
 
 
 @cache
-def _ranges(config: str, kind: str) -> list[list[Any]]:
+def _ranges(config: str, kind: str, invariant: bool) -> list[list[Any]]:
     """[above, up to, kernel's choices] for all m."""
     from humming.tune import get_heuristics_config  # type: ignore[import-not-found]
 
-    return get_heuristics_config(json.loads(config), gemm_type=kind)
+    return get_heuristics_config(json.loads(config), gemm_type=kind, use_batch_invariant=invariant)

@@ -29,11 +29,15 @@ class Lowbit(Peer):
     name = "lowbit"
     computes = (None, "f8e4m3", "f8e4m3+fold", "i8")
 
+    def spec(self, case: Case) -> MatmulSpec:
+        """Returns what it computes."""
+        return case.spec
+
     def prepare(self, jobs: Sequence[Job]) -> None:
-        compile_kernels(((case.spec, m) for case, m in jobs), this_machine())
+        compile_kernels(((self.spec(case), m) for case, m in jobs), this_machine())
 
     def layer(self, case: Case) -> Layer:
-        spec = case.spec
+        spec = self.spec(case)
         mm = lowbit.compile(spec)
         w = timing.random_weight(spec)
 
@@ -67,6 +71,16 @@ class LowbitWithQuantization(Lowbit):
             return lowbit.quantize_activation(x, compute=case.spec.byte_type).dequantize()
 
         return replace(whole, numbers=numbers)
+
+
+class LowbitInvariant(Lowbit):
+    """Any spec, with one order of sums for every number of tokens."""
+
+    name = "lowbit-invariant"
+    computes = (None, "i8", "f8e4m3")
+
+    def spec(self, case: Case) -> MatmulSpec:
+        return replace(case.spec, invariant=True)
 
 
 def compile_kernels(wanted: Iterable[tuple[MatmulSpec, int]], target: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from benchmarks.cases import Case
 from benchmarks.peers.peer import DEVIATION, Call, Layer, Peer, random_dense
 from lowbit.pylib.torch_types import TORCH
 
+Multiply = Callable[[Tensor, Tensor], Tensor]  # x [m, k], w [n, k] -> x W^T [m, n]
 DEVIATION_FP8 = 1e-2  # fp8 tensor cores of Hopper keep fewer bits of a sum than f32 has
 
 
@@ -20,13 +22,20 @@ class Torch(Peer):
     name = "torch"
     computes = (None, "f8e4m3", "f8e4m3+fold", "i8")
 
+    def multiply(self) -> Multiply:
+        """Returns what multiplies."""
+        return torch.nn.functional.linear
+
     def layer(self, case: Case) -> Layer:
-        w = random_dense(case)
-        linear = torch.nn.functional.linear
+        w, multiply = random_dense(case), self.multiply()
+
+        def bind(w: Tensor) -> Call:
+            return lambda x: multiply(x, w)
+
         return Layer(
             label=case.act,
-            call=lambda x: linear(x, w),
-            clone=lambda: partial(linear, weight=w.clone()),
+            call=bind(w),
+            clone=lambda: bind(w.clone()),
             weight=w.float,
             bytes=w.nbytes,
             deviation=DEVIATION[case.act],

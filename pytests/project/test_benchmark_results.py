@@ -11,7 +11,7 @@ import pytest
 from made_up_results import BITS, ENVIRONMENT, TOKENS, made_up, record_of
 from typer.testing import CliRunner
 
-from benchmarks import first_calls_page, prefill_page
+from benchmarks import first_calls_page, invariant_page, prefill_page
 from benchmarks.__main__ import app
 from benchmarks.publish import BEGIN, END, publish
 from benchmarks.results import Results
@@ -162,6 +162,45 @@ def test_publish_prefill(tmp_path: Path) -> None:
     assert "(img/prefill_rate_u4_f16_f8e4m3.svg)" in (tmp_path / "docs/benchmarks.md").read_text()
     readme = (tmp_path / "README.md").read_text()
     assert "m = 512" in readme and "old" not in readme and "nf4" not in readme
+
+
+def invariant_results() -> Results:
+    """Two sizes: others take two or three times as long, and at one size have other bits for 512 tokens."""
+    results = Results(None, ENVIRONMENT)
+    for n, m in product((4096, 8192), (16, 512)):
+        for peer, us in (("lowbit", 10.0), ("lowbit-invariant", 12.0), ("vllm-invariant", 36.0), ("torch", 24.0)):
+            bits = ["1"] if peer == "lowbit-invariant" or n > 4096 else [str(m)]
+            about = {"bytes": n * 2048, "row_bits": bits}
+            results.add(record_of(peer, None if peer == "torch" else "u4", n, 4096, m, us) | about)
+    results.add(record_of("humming-invariant", "u4", 4096, 4096, 16) | {"skipped": "not installed"})
+    return results
+
+
+def test_publish_invariant(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    page, results = tmp_path / "docs/invariant.md", invariant_results()
+    page.write_text(f"before\n{invariant_page.BEGIN}\nold\n{invariant_page.END}\nafter\n")
+    results.path = tmp_path / "invariant.json"
+    results.add(results.measurements[0])
+    done = CliRunner().invoke(app, ["publish-invariant", str(results.path), "--root", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "old" not in text and invariant_page.page(results) in text
+    assert "| 8192 x 4096 | 12.0 (1.20) | 12.0 (1.20) |" in text
+    assert "ratios: 1.20 from 16 to 16 tokens, 1.20 at 512. Rows had equal bits at 2 of 2 sizes." in text
+    assert "| vLLM's batch-invariant matmul, unquantized weight | 1 of 2 | 3.00 | 3.00 |" in text
+    assert "| cuBLAS, unquantized weight | 1 of 2 | 2.00 | 2.00 |" in text
+    assert "humming-invariant, u4: not installed" in text
+    assert CliRunner().invoke(app, ["table", str(results.path)]).output.strip() == invariant_page.page(results)
+    with pytest.raises(SpecError, match="run invariant"):
+        invariant_page.page(made_up(("u4",)))
+
+
+def test_page_of_invariant_matmuls_is_that_of_the_latest_results() -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs/invariant.md").read_text()
+    for path in sorted((root / "docs/results").glob("invariant-h200-*.json"))[-1:]:
+        assert invariant_page.page(Results.read(path)) in text
 
 
 def test_publish_first_calls(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from benchmarks import measure, show
 from benchmarks.__main__ import app
 from benchmarks.cases import PLANS, Case, Plan
 from benchmarks.energy import count_to_tick
-from benchmarks.measure import Run, relative_error
-from benchmarks.peers import PEERS, Job
+from benchmarks.measure import Run, bits_of, relative_error
+from benchmarks.peers import PEERS, Job, invariant
 from benchmarks.peers import peer as peer_module
 from benchmarks.peers.lowbit import decode
 from benchmarks.prepare import prepare
@@ -73,11 +74,12 @@ def test_a_plan_with_products_of_8_bits() -> None:
     plain, eight_bit = plan.cases()
     assert (str(plain), str(eight_bit)) == ("u4 g128, bf16, 4096 x 4096", "u4 g128, bf16 in f8e4m3, 4096 x 4096")
     takers = {name for name, peer in PEERS.items() if peer.declines(eight_bit, 512) is None}
-    assert takers == {"torch", "lowbit", "lowbit+quantize", "torch-fp8", "humming", "fbgemm"}
+    ours = {"lowbit", "lowbit+quantize"}
+    assert takers == {"torch", *ours, "lowbit-invariant", "torch-fp8", "humming", "fbgemm"}
     (folded,) = Plan.of({"shapes": ["4096x4096"], "act": "bf16", "compute": ["f8e4m3+fold"]}).cases()
     assert folded.spec.folds and not eight_bit.spec.folds
     takers = {name for name, peer in PEERS.items() if peer.declines(folded, 512) is None}
-    assert takers == {"torch", "lowbit", "lowbit+quantize", "torch-fp8"}
+    assert takers == {"torch", *ours, "torch-fp8"}
     assert PEERS["tinygemm"].declines(eight_bit, 512) == "no products in f8e4m3"
     assert PEERS["lowbit+quantize"].declines(plain, 512) == "products of 8 bits only"
     assert PEERS["fbgemm"].declines(plain, 512) is None and PEERS["torch-fp8"].declines(plain, 512) == "8 bits only"
@@ -115,6 +117,37 @@ def test_missing_and_unfit_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -
     assert reasons["humming"] == "not installed: pip install humming-kernels"
     assert reasons["tinygemm"] == "4-bit integers only"
     assert reasons["torch-fp8"] == "8 bits only"
+
+
+def test_matmuls_of_vllm_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 has the module elsewhere than 0.26; what it lacks itself is an error that says so."""
+    found = ModuleType("batch_invariant")
+    found.linear_batch_invariant = torch.nn.functional.linear  # type: ignore[attr-defined]
+    asked: list[str] = []
+
+    def load(name: str) -> ModuleType:
+        asked.append(name)
+        if "determinism" in name:
+            raise ModuleNotFoundError("no module", name="vllm.model_executor.determinism")
+        return found
+
+    monkeypatch.setattr(invariant, "import_module", load)
+    assert PEERS["vllm-invariant"].multiply() is found.linear_batch_invariant  # type: ignore[attr-defined]
+    assert asked == list(invariant.VLLM)
+
+    def lack(name: str) -> ModuleType:
+        raise ModuleNotFoundError(f"{name} lacks triton", name="triton")
+
+    monkeypatch.setattr(invariant, "import_module", lack)
+    with pytest.raises(ModuleNotFoundError, match="triton"):
+        PEERS["vllm-invariant"].multiply()  # type: ignore[attr-defined]
+
+
+def test_bits_of_a_row() -> None:
+    y = torch.randn(3, 64).half()
+    y[2] = y[0]
+    zero, minus = torch.zeros(4), -torch.zeros(4)
+    assert bits_of(y[0]) == bits_of(y[2]) != bits_of(y[1]) and bits_of(zero) != bits_of(minus)
 
 
 def test_a_failure_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
