@@ -391,18 +391,22 @@ def quantize(
     recipes: Annotated[str | None, typer.Option(help="Separated by semicolons; default: all.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Quantize so many, and give the time of all.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    budget: Annotated[float, typer.Option(help="Seconds after which no recipe is begun.")] = math.inf,
+    out: Annotated[
+        Path, typer.Option(help="Results; those of the same model and recipe are replaced.")
+    ] = Path("quantizing.json"),
     write: Annotated[bool, typer.Option("--write", help="Into docs/quantizers.md, between its marks.")] = False,
     commit: Commit = None,
 ) -> None:
     """What quantizing a model with random weights takes, by recipe: seconds, and memory above the model."""
-    from benchmarks.environment import describe, environment
     from benchmarks.publish import write_between_marks
-    from benchmarks.quantize import BEGIN, END, RECIPES, costs, table
+    from benchmarks.quantize import BEGIN, END, RECIPES, costs, text_of
+    from benchmarks.quantize import write as save
+    from lowbit.pylib.cli.machine import checked_device
 
-    names = list(RECIPES) if recipes is None else [name.strip() for name in recipes.split(";")]
-    found = table(costs(model, names, layers, device, _log))
-    part = f", {layers} layers, scaled to all" if layers else ""
-    text = f"{model}{part}. {describe(environment(commit))}.\n\n{found}"
+    checked_device(device)
+    names = list(RECIPES) if recipes is None else [name.strip() for name in recipes.split(";") if name.strip()]
+    text = text_of(save(costs(model, names, layers, device, _log, budget), out, commit), model)
     print(text)
     if write:
         write_between_marks(Path("docs/quantizers.md"), text, BEGIN, END)
