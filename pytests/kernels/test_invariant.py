@@ -109,6 +109,30 @@ def test_on_a_gpu_a_row_has_the_bits_that_it_has_alone(name: str, target: str) -
     assert torch.equal(together[69:70], last)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(1024, 2048), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_on_this_gpu_a_row_has_the_bits_that_it_has_alone(name: str, sizes: tuple[int, int]) -> None:
+    """By all kernels that are chosen for up to 300 rows, first and last, beside a row of NaN, with gaps between rows."""
+    spec = replace(INVARIANT[name], **dict(zip(("n", "k"), sizes)))
+    x, tensors = random_inputs(spec, 300, 1)
+    mm = lowbit.compile(spec)
+    w = mm.pack(**{name: tensor.cuda() for name, tensor in tensors.items()})
+    residual = {name: each.cuda() for name, each in random_residual(spec, 300).items()}
+
+    def multiply(x: Tensor, rows: slice) -> Tensor:
+        return mm(x, w, **{name: each[rows] for name, each in residual.items()})
+
+    apart = torch.full((300, spec.k + 64), torch.nan, dtype=x.dtype, device="cuda")
+    apart[:, : spec.k] = x
+    x = apart[:, : spec.k]
+    first, last = (multiply(x[i : i + 1].contiguous(), slice(i, i + 1))[0] for i in (0, 299))
+    x[150] = torch.nan
+    for m in (1, 2, 8, 9, 16, 32, 48, 64, 65, 100, 128, 200, 256, 300):
+        assert torch.equal(multiply(x[:m], slice(0, m))[0], first), m
+        assert torch.equal(multiply(x[300 - m :], slice(300 - m, 300))[-1], last), m
+
+
 @settings(max_examples=12)
 @given(st.data())
 def test_schedules_of_one_order_give_equal_bits(data: st.DataObject) -> None:
@@ -238,6 +262,20 @@ def test_all_kernels_have_one_order(name: str, target: str) -> None:
             orders.add(FAMILIES[kernel.family].sum_order(kernel.spec, kernel.schedule))
     assert orders == {choice.order_of(spec.for_tokens(1), parsed)}
     assert all(rows.token_tiles for rows in choices.rows)
+
+
+@pytest.mark.parametrize("size", [(4096, 4096), (8192, 8192)], ids=str)
+def test_products_of_e4m3_have_one_instruction(size: tuple[int, int]) -> None:
+    """Hopper's wgmma keeps fewer bits of their sums than its mma.sync: to the emulator they are alike."""
+    spec, target = S(*size, "u4", 128, compute="f8e4m3", invariant=True), parse_target("sm_90a")
+    choices = lowbit.compile(spec, "sm_90a").choices
+    assert len({kernel.schedule.wgmma for m in (1, 8, 16, 32, 64) for kernel in choices.launches(m)}) == 1
+    cuts: dict[SumOrder, set[bool]] = {}
+    for order in family_of(spec).orders(spec, target):
+        every = {s.wgmma for tile in (8, 64) for s in in_order(spec, tile, target, order)}
+        assert len(every) <= 1, order
+        cuts.setdefault(replace(order, products=()), set()).update(every)
+    assert any(len(every) == 2 for every in cuts.values())  # some cuts have kernels of both, in two orders
 
 
 def test_the_tuner_times_schedules_of_the_order() -> None:

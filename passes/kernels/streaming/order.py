@@ -40,6 +40,8 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
     """Yields what decides on bits besides how k is cut."""
     s, arithmetic, scaling = plan.schedule, plan.arithmetic, plan.scaling
     yield "limbs" if s.integer_mma else "one token over k" if s.spread_k else "bytes" if spec.compute else "mma"
+    if _has_two_sums(spec):
+        yield "by wgmma" if s.wgmma else "by mma.sync"
     flags = {
         "raw codes": arithmetic.raw_codes,
         "deferred offsets": arithmetic.defers_offset,
@@ -57,6 +59,12 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
         yield f"parts from another one on every {s.rows // s.cluster} rows"
 
 
+def _has_two_sums(spec: MatmulSpec) -> bool:
+    """Tells whether wgmma adds up otherwise than mma.sync: it keeps 13 to 14 bits of a sum of e4m3 products, where
+    Hopper's mma.sync makes numbers of f16 of them and adds these up in f32."""
+    return spec.compute == "f8e4m3"
+
+
 def orders(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[SumOrder]:
     """Returns the orders that a family's kernels may have for every number of tokens."""
     cuts = product(_SPLITS, _WARPS_K, step_lengths(spec, 1))
@@ -66,6 +74,8 @@ def orders(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[Su
         for split_k, warps_k, step in cuts
     ]
     found = [s for s in found if spec.packing.padded_k > s.step_k * warps_of(s)]
+    if _has_two_sums(spec) and can_use_wgmma(spec, target):
+        found += [replace(s, warps_n=4, wgmma=True) for s in found if 4 * s.warps_k <= MOST_WARPS]
     found += [s for tokens in (8, 64) for s in least_schedules(spec, tokens, target, family)]
     return list(dict.fromkeys(sum_order(spec, s) for s in found))
 
