@@ -25,10 +25,13 @@ from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import load
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance
+from lowbit.pylib.operator.expert_schema import sum_of_experts
+from lowbit.pylib.operator.schema import describe
+from lowbit.pylib.reference import agrees, matmul, of_slots, random_inputs, tolerance
 from lowbit.pylib.runtime.activation import quantize_in_torch
 from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.driver import current_stream
+from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
 from lowbit.pylib.runtime.gpu import load_matmul
 from lowbit.pylib.runtime.interface import argument_order
 from lowbit.pylib.runtime.permuters import permuter
@@ -126,11 +129,38 @@ def permutes(m: int, target: Target) -> bool:
     return all(torch.equal(each.cpu(), x.index_select(1, permutation)) for each in found)
 
 
+def adds_up_experts(tokens: int, target: Target, count: int = 2, **others: Any) -> bool:
+    """Adds up what 16 experts make of tokens on the GPU, each of which goes to `count`, some elsewhere, and tells
+    whether the result agrees with the definition. others: fields of both matrices"""
+    usual = {"weight": "u4", "group_size": 64, "zeros": "int", "act": "bf16", "out": "bf16", **others}
+    gate_up = spec_of_experts(MatmulSpec(n=384, k=256, epilogue="silu_mul", **usual), 16)
+    down = spec_of_experts(MatmulSpec(n=256, k=192, **usual), 16)
+    (x, first), (_, second) = random_inputs(gate_up, tokens), random_inputs(down, 1)
+    ids, weights = torch.randint(-1, 17, (tokens, count)), torch.rand(tokens, count)
+    w13, w2 = ([t.cuda() for t in pack(spec, **given).tensors] for spec, given in ((gate_up, first), (down, second)))
+    kernels = describe(gate_up, target, None), describe(down, target, None)
+    tiles = [tile for tile in expert_matmul(gate_up, target).tiles if tile in expert_matmul(down, target).tiles]
+    for _ in range(2):  # the second may overlap
+        y = sum_of_experts(x.cuda(), ids.cuda(), weights.cuda(), w13, w2, *kernels, tiles)
+    own, rows = ids.clamp(0, 15).flatten().numpy(), torch.arange(tokens).repeat_interleave(count)
+    a = torch.from_numpy(of_slots(matmul(gate_up, x, **first)[rows], gate_up, own)).bfloat16()
+    o = torch.from_numpy(of_slots(matmul(down, a, **second), down, own)).view(tokens, count, -1)
+    expected = (o * torch.where((ids >= 0) & (ids < 16), weights, 0).unsqueeze(-1)).sum(1)
+    rounded = 0.1 if others.get("compute") else 0.01
+    return bool((y.cpu() - expected).norm() <= rounded * expected.norm())
+
+
 CHECKS: Mapping[str, Callable[[Target], bool]] = MappingProxyType(
     {
         "quantize, 300 tokens": quantizes,
         "permute, 3 tokens": partial(permutes, 3),
         "permute, 301 tokens": partial(permutes, 301),
+        "experts, 1 token": partial(adds_up_experts, 1),
+        "experts, 9 tokens": partial(adds_up_experts, 9),
+        "experts, 200 tokens": partial(adds_up_experts, 200),
+        "experts, 900 tokens": partial(adds_up_experts, 900, count=4),
+        "experts, i8, 300 tokens": partial(adds_up_experts, 300, **I8),
+        "experts, permuted, 60 tokens": partial(adds_up_experts, 60, permuted=True),
     }
     | {name: case.is_right for name, case in CASES.items()}
 )

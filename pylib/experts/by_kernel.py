@@ -41,10 +41,10 @@ def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -
     """
     check_index(top_k_index, experts, tile)
     (tokens, k), places = top_k_index.shape, top_k_index.numel()
-    if not 0 < places <= _MOST_PLACES or experts > _MOST_EXPERTS or target == "cpu":
+    kernel = route_kernel(places, k, experts, top_k_index.dtype, target)
+    if kernel is None:
         return route(top_k_index, experts, tile)
     ids = aligned(top_k_index)
-    kernel = _route_kernel(k, experts, ids.element_size() // 4, target)
     shapes = (places,), (places,), (places + 1, 3), (tokens, k)
     with on_device(ids.get_device()):
         rows, numbers, tiles, slots = (unwritten_like(shape, ids, torch.int32) for shape in shapes)
@@ -97,16 +97,31 @@ def combine_by_kernel(o: Tensor, routing: Routing, top_k_weights: Tensor, target
     Raises SpecError as `combine` does.
     """
     (tokens, top_k), hidden = routing.slots.shape, o.shape[-1]
-    types = [_ELEMENTS.get(tensor.dtype) for tensor in (o, top_k_weights)]
-    served = target != "cpu" and None not in types and not hidden % _PIECE
-    if not served or not tokens or top_k_weights.shape != routing.slots.shape:
+    kernel = combine_kernel(hidden, top_k, o.dtype, top_k_weights.dtype, target)
+    if kernel is None or not tokens or top_k_weights.shape != routing.slots.shape:
         return combine(o, routing, top_k_weights)
-    kernel = _combine_kernel(hidden, top_k, *types, target)
     weights = aligned(top_k_weights)
     with on_device(o.get_device()):
         y = unwritten_like((tokens, hidden), o)
         kernel.start(aligned(o), routing.slots, routing.tiles, weights, y, tokens)
     return y
+
+
+def route_kernel(places: int, top_k: int, experts: int, ids: torch.dtype, target: str) -> Kernel | None:
+    """Returns the kernel that routes so many places of tokens with `top_k` experts, which takes the arguments of
+    `route_program`; None where `route` does. ids: int32 or int64."""
+    if not 0 < places <= _MOST_PLACES or experts > _MOST_EXPERTS or target == "cpu":
+        return None
+    return _route_kernel(top_k, experts, ids.itemsize // 4, target)
+
+
+def combine_kernel(hidden: int, top_k: int, o: torch.dtype, weights: torch.dtype, target: str) -> Kernel | None:
+    """Returns the kernel that adds up what experts make, which takes the arguments of `combine_program`; None where
+    `combine` does."""
+    types = _ELEMENTS.get(o), _ELEMENTS.get(weights)
+    if target == "cpu" or None in types or hidden % _PIECE:
+        return None
+    return _combine_kernel(hidden, top_k, *types, target)
 
 
 @lru_cache(maxsize=64)

@@ -116,9 +116,9 @@ def check_index(top_k_index: Tensor, experts: int, tile: int) -> None:
         raise SpecError(f"top_k_index is {given}; it must be torch.int64 or torch.int32, as torch.topk returns it")
     if top_k_index.ndim != 2:
         raise SpecError(f"top_k_index must be [tokens, k], not {list(top_k_index.shape)}")
-    for name, value in (("experts", experts), ("tile", tile)):
-        if value < 1:
-            raise SpecError(f"{name}={value} must be at least 1")
+    if experts < 1 or tile < 1:
+        name, value = ("experts", experts) if experts < 1 else ("tile", tile)
+        raise SpecError(f"{name}={value} must be at least 1")
 
 
 def check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> None:
@@ -127,7 +127,7 @@ def check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts
     Ids are looked at on a CPU: below -1, or beyond the number of experts, there is no expert, nor one elsewhere.
     """
     check_index(top_k_index, experts, 1)
-    if x.ndim != 2 or len(x) != len(top_k_index):
+    if x.ndim != 2 or x.shape[0] != top_k_index.shape[0]:
         sizes = f"x is {list(x.shape)}, and top_k_index {list(top_k_index.shape)}"
         raise SpecError(f"{sizes}; they must be [tokens, hidden] and [tokens, k], of the same tokens")
     if top_k_weights.shape != top_k_index.shape or not top_k_weights.is_floating_point():
@@ -136,7 +136,7 @@ def check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts
     if not x.device == top_k_index.device == top_k_weights.device:
         devices = f"x is on {x.device}, top_k_index on {top_k_index.device}, top_k_weights on {top_k_weights.device}"
         raise SpecError(f"{devices}; put them on one device")
-    if top_k_index.device.type == "cpu" and top_k_index.numel():
+    if top_k_index.is_cpu and top_k_index.numel():
         _check_ids(top_k_index, experts)
 
 

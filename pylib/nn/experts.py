@@ -40,6 +40,8 @@ from lowbit.pylib.operator.expert_calls import sum_of_experts
 from lowbit.pylib.operator.tracing import is_observed
 from lowbit.pylib.runtime.batch_invariant import MODE
 
+_Lists = tuple[nn.ModuleList, nn.ModuleList]
+
 
 class LowbitExperts(NoDense):
     """The experts of one layer, with packed weights. Made by `empty_like`, or by `quantize_` and `from_pretrained`.
@@ -75,7 +77,7 @@ class LowbitExperts(NoDense):
         self.turn_inputs(inputs)
         self._group: Any = None  # the processes that have the parts of these experts, or the others
         self._count = len(self.gate_up)  # in all processes
-        self._first = 0  # which of them is the first here
+        self._is_part, self._first = False, 0  # whether some are elsewhere, and which is the first here
         self._stacked = {}
         _alive.add(self)
         self.train(dense.training)
@@ -129,7 +131,7 @@ class LowbitExperts(NoDense):
             check_routing(hidden_states, top_k_index, top_k_weights, self._count)
         if (inputs := self._modules.get(INPUTS)) is not None:
             hidden_states = inputs(hidden_states)
-        if len(self.gate_up) < self._count:
+        if self._is_part:
             top_k_index = self._here(top_k_index)
         result = self._sum(hidden_states, top_k_index, top_k_weights)
         if self._group is not None:
@@ -173,7 +175,7 @@ class LowbitExperts(NoDense):
             for some in found.formats
         ]
         if len(sums) == 1:
-            return sums[0].to(x.dtype)
+            return sums[0] if sums[0].dtype is x.dtype else sums[0].to(x.dtype)
         return torch.stack(sums).sum(0, dtype=torch.float32).to(x.dtype)
 
     def _together(self, x: Tensor, top_k_weights: Tensor) -> Stacked | None:
@@ -196,8 +198,8 @@ class LowbitExperts(NoDense):
 
     def _is_stacked(self) -> bool:
         """Tells whether the layers are those that were stacked last."""
-        found = self._stacked.get(MODE.on)
-        return found is not None and found.holds((self.gate_up, self.down))
+        found, modules = self._stacked.get(MODE.on), self._modules  # where torch looks for gate_up, after some detours
+        return found is not None and found.holds(cast(_Lists, (modules["gate_up"], modules["down"])))
 
     def _stack(self) -> None:
         lists = self.gate_up, self.down
@@ -268,7 +270,7 @@ class LowbitExperts(NoDense):
         if self._count % count:
             raise SpecError(f"{self._count} experts can't be shared out evenly among {count} processes")
         each = self._count // count
-        self._first, here = index * each, slice(index * each, (index + 1) * each)
+        self._is_part, self._first, here = count > 1, index * each, slice(index * each, (index + 1) * each)
         self.gate_up, self.down = self.gate_up[here], self.down[here]
         self._group, self._stacked = group, {}
 

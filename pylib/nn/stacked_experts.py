@@ -65,6 +65,12 @@ class StackedFormat:
     tiles: tuple[int, ...]
     numbers: Tensor | None
 
+    @property
+    def is_unwritten(self) -> bool:
+        """Tells whether nobody has written to the codes since they were stacked."""
+        gate_up, down = self.matrices
+        return gate_up.tensors[0]._version == gate_up.version and down.tensors[0]._version == down.version
+
     def takes(self, x: Tensor) -> bool:
         """Tells whether there are kernels, for an x [tokens, hidden] of this type and size."""
         spec, codes = self.matrices[0].spec, self.matrices[0].tensors[0]
@@ -90,9 +96,7 @@ class Stacked:
 
     def holds(self, lists: Sequence[nn.ModuleList]) -> bool:
         """Tells whether the layers are the same, and nobody has written to their codes."""
-        if not self.layers.are_still(lists):
-            return False
-        return all(each.tensors[0]._version == each.version for some in self.formats for each in some.matrices)
+        return self.layers.are_still(lists) and all(some.is_unwritten for some in self.formats)
 
     def takes(self, x: Tensor) -> bool:
         """Tells whether there are kernels, for an x [tokens, hidden] of this type and size."""

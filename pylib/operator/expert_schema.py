@@ -20,6 +20,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.scheduling.expert_rule import tile_for
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
+from lowbit.pylib.experts.routed import RoutedCall, RoutedExperts, routed_experts
 from lowbit.pylib.experts.routing import Routing
 from lowbit.pylib.operator.schema import parts
 from lowbit.pylib.runtime import expert_matmul as runtime
@@ -83,6 +84,9 @@ def sum_of_experts(
     if few is not None and 0 < tokens <= few.most_tokens:
         return few(aligned(x), aligned(ids), aligned(weights), gate_up, down)
     tile = tile_for(tiles, tokens * count, among or parts(gate_up_kernel)["spec"].experts)
+    routed = _routed(gate_up_kernel, down_kernel, RoutedCall(tokens, count, tile, ids.dtype, weights.dtype))
+    if routed is not None:
+        return routed(x, ids, weights, gate_up, down)
     rows, numbers, table, slots = route(ids, gate_up_kernel, tile)
     a = expert_matmul(x, rows, table, gate_up, gate_up_kernel, tile)
     o = expert_matmul(a, numbers, table, down, down_kernel, tile, in_order=True)
@@ -95,6 +99,11 @@ def by_ids(gate_up: str, down: str, count: int, ids: torch.dtype, weights: torch
     top_k = ids_and_weights(count, ids, weights)
     target = parse_target(parts(gate_up)["target"])
     return top_k and top_k_experts_of(parts(gate_up)["spec"], parts(down)["spec"], top_k, target)
+
+
+@lru_cache(maxsize=1024)
+def _routed(gate_up: str, down: str, call: RoutedCall) -> RoutedExperts | None:
+    return routed_experts(_matmul_of(gate_up), _matmul_of(down), call)
 
 
 @lru_cache(maxsize=None)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.dialect.errors import SpecError
+from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
@@ -66,7 +66,7 @@ class ExpertMatmul:
     """
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
-        self._spec, self._act, self._target = spec, TORCH[spec.act], target.name
+        self.spec, self.target, self._act = spec, target, TORCH[spec.act]
         self._permutes = spec.permuted and target.is_gpu  # a CPU's programs do so themselves
         of_kernels = replace(spec, permuted=False) if self._permutes else spec
         self.tiles = tiles_of(of_kernels, target) if target.is_gpu else (ALL_SLOTS,)
@@ -91,10 +91,10 @@ class ExpertMatmul:
         operands = self._operands(x, launches.spec)
         if self._permutes:
             *weight, permutation = weight
-            x, rows = permute_by_kernel(operands[0], permutation, rows, tiles, tile, self._target)
+            x, rows = permute_by_kernel(operands[0], permutation, rows, tiles, tile, self.target.name)
             operands = (x,)
         elif not in_order and len(rows) and launches.wants_order(tile, len(rows)):
-            operands = (gather_by_kernel(operands[0], rows, self._target), *operands[1:])
+            operands = (gather_by_kernel(operands[0], rows, self.target.name), *operands[1:])
         return launches.run(operands, rows, tiles, weight, tile)
 
     def kernel(self, tile: int, slots: int) -> Artifact:
@@ -107,12 +107,29 @@ class ExpertMatmul:
         launches = self._of(slots)
         self.kernel(tile, slots)
         if not (in_order or self._permutes) and launches.wants_order(tile, slots):
-            x = torch.zeros(1, self._spec.k, dtype=self._act, device=device)
+            x = torch.zeros(1, self.spec.k, dtype=self._act, device=device)
             rows = torch.zeros(1, dtype=torch.int32, device=device)
-            gather_by_kernel(self._operands(x, launches.spec)[0], rows, self._target)
+            gather_by_kernel(self._operands(x, launches.spec)[0], rows, self.target.name)
+
+    def is_one_launch(self, tile: int, slots: int, in_order: bool = False) -> bool:
+        """Tells whether such a call is the launch of the kernel alone, on a GPU or in an emulator."""
+        launches = self._of(slots)
+        if isinstance(launches, CpuExperts) or launches.spec.compute or self._permutes:
+            return False
+        return in_order or not launches.wants_order(tile, slots)
+
+    def launcher(self, device: int, tile: int, slots: int) -> Launcher:
+        """Returns the kernel for such a call as it is loaded on a GPU, which takes tensors by their addresses.
+
+        Raises TargetError for other targets.
+        """
+        launches = self._of(slots)
+        if not isinstance(launches, CudaLaunches):
+            raise TargetError(f"kernels for {self.target} are not loaded on a GPU")
+        return launches.launcher(device, tile, slots)
 
     def _of(self, slots: int) -> Launches | CpuExperts:
-        return self._few if slots < self._spec.first_in_eight_bits else self._many
+        return self._few if slots < self.spec.first_in_eight_bits else self._many
 
     def _operands(self, x: Tensor, spec: MatmulSpec) -> tuple[Tensor, ...]:
         """Returns x as kernels of this spec take it: in pieces of 16 bytes, or its values, scales and sums."""
@@ -124,8 +141,8 @@ class ExpertMatmul:
 
     def _check(self, x: Tensor, tile: int) -> None:
         """Raises SpecError for an x that does not fit, and for a token tile without a kernel."""
-        if x.dtype is not self._act or x.ndim != 2 or x.shape[1] != self._spec.k:
-            wanted = f"{self._act} [rows, k={self._spec.k}]"
+        if x.dtype is not self._act or x.ndim != 2 or x.shape[1] != self.spec.k:
+            wanted = f"{self._act} [rows, k={self.spec.k}]"
             raise SpecError(f"x must be {wanted}, not {x.dtype} {list(x.shape)}")
         if tile not in self.tiles:
             raise SpecError(f"tile={tile} must be one of {', '.join(map(str, self.tiles))}, which have kernels")
@@ -185,7 +202,7 @@ class CudaLaunches(Launches):
         self, x: Sequence[Tensor], rows: Tensor, tiles: Tensor, weight: Sequence[Tensor], tile: int
     ) -> Tensor:
         device, m, n = x[0].get_device(), len(rows), self.spec.outputs
-        function = self._by_slots.get((device, tile, m)) or self._load(device, tile, m)
+        function = self._by_slots.get((device, tile, m)) or self.launcher(device, tile, m)
         with on_device(device):
             y = allocate((m, n), (n, 1), self._out)
             if m:
@@ -194,7 +211,8 @@ class CudaLaunches(Launches):
                 function(current_stream(device), settled, *map(address_of, x), y.data_ptr(), m, *addresses)
         return y
 
-    def _load(self, device: int, tile: int, slots: int) -> Launcher:
+    def launcher(self, device: int, tile: int, slots: int) -> Launcher:
+        """Returns the kernel for so many slots in token tiles of so many, loaded on a device."""
         check_device(self._target, device)
         schedule = self._schedule(tile, slots)
         artifact = self._artifact(schedule, tile)

@@ -242,11 +242,12 @@ class CudaKernel(Kernel):
     def start(self, *values: Any) -> None:
         device = next((tensor.get_device() for tensor in map(_tensor, values) if tensor is not None), None)
         device = torch.cuda.current_device() if device is None else device
-        function = self._functions.get(device) or self._load(device)
+        function = self._functions.get(device) or self.function(device)
         with on_device(device):
             function(current_stream(device), self._overlap, *map(_for_gpu, values))
 
-    def _load(self, device: int) -> Function:
+    def function(self, device: int) -> Function:
+        """Returns the kernel as it is loaded on a device, which takes tensors by their addresses."""
         check_device(self.target, device)
         return self._functions.setdefault(device, load_function(self._program, self.target, device))
 

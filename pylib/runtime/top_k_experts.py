@@ -89,10 +89,11 @@ class TopKExperts:
         ids, weights  [tokens, experts of a token], likewise
         gate_up, down  the tensors of the specs, in their order
         """
-        if not len(x):
+        tokens = x.shape[0]
+        if not tokens:
             return x.new_empty((0, self._down.spec.outputs), dtype=TORCH[self._down.spec.out_dtype])
         a = self._gate_up.run(x, ids.numel(), gate_up, (ids,))
-        return self._down.run(a, len(x), down, (ids, weights))
+        return self._down.run(a, tokens, down, (ids, weights))
 
     @property
     def requests(self) -> tuple[KernelRequest, KernelRequest]:
