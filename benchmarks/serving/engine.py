@@ -43,6 +43,18 @@ _CACHES = {
     "CUDA_CACHE_PATH": "cuda",
 }
 _KERNELS = re.compile(r"Using (\w+LinearKernel|'\w+' \w+ MoE backend|\w+ \w*MoE backend)")
+_PARTS = {
+    "loading": r"Model loading took .* ([\d.]+) seconds",
+    "lowbit makes weights": r"lowbit: weights were made in ([\d.]+) s",
+    "Dynamo": r"Dynamo bytecode transform time: ([\d.]+) s",
+    "torch.compile": r"torch\.compile took ([\d.]+) s",
+    "first run": r"Initial profiling/warmup run took ([\d.]+) s",
+    "lowbit waits for kernels": r"waited ([\d.]+) s for them",
+    "lowbit reads kernels": r"read them in ([\d.]+) s",
+    "graphs": r"Graph capturing finished in ([\d.]+) secs",
+    "from loading to the end": r"init engine .* took ([\d.]+) s",
+}
+"""What a start's seconds are spent on, as the log says it: some parts are parts of others."""
 UP, MEASURED = "up", "measured"
 
 
@@ -76,8 +88,11 @@ class Start:
 
     def kernels(self) -> list[str]:
         """Returns the names of vLLM's kernels for low-bit layers that the log tells of."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return list(dict.fromkeys(_KERNELS.findall(text)))
+        return list(dict.fromkeys(_KERNELS.findall(self.log_text())))
+
+    def log_text(self, begin: int = 0) -> str:
+        """Returns what vLLM has printed so far, from a character on."""
+        return self.log.read_text(errors="replace")[begin:] if self.log.exists() else ""
 
 
 class Failed(RuntimeError):
@@ -90,6 +105,7 @@ class Process:
     def __init__(self, start: Start, limit: float) -> None:
         self.start, self.limit = start, limit
         start.caches.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._printed_before = len(start.log_text())
         context = get_context("spawn")
         self.connection, there = context.Pipe()
         self.began = time.perf_counter()
@@ -100,6 +116,12 @@ class Process:
     def up(self) -> float:
         """Waits for the engine to take requests; returns the seconds since its process was started. Raises Failed."""
         return self._next(UP) - self.began  # the clock is one of all processes
+
+    def parts(self) -> Record:
+        """Returns what the seconds of the start were spent on, by the engine's log."""
+        text = self.start.log_text(self._printed_before)
+        found = {name: re.search(pattern, text) for name, pattern in _PARTS.items()}
+        return {name: float(part[1]) for name, part in found.items() if part}
 
     def measured(self, load: Load) -> Iterator[Record]:
         """Measures the engine; yields parts of the record. Raises Failed."""

@@ -8,6 +8,7 @@ A measurement has
     kernels                      of vLLM, where its log names them
     start_s, together            seconds until an engine with empty caches is up; engines that were started at once
     warm_start_s                 seconds until it is up when it finds what it compiled before
+    start_parts_s, warm_start_parts_s  what these were spent on, by the engine's log
     step_ms                      by the number of requests that are decoded at once
     prefill_tokens_per_s
     throughput                   requests, output tokens and tokens a second, of requests of different lengths
@@ -125,8 +126,7 @@ def wave(
     for (job, _), process in zip(starts, processes):
         record: Record = {"model": job.title, "name": job.name, "together": len(starts)}
         with _noting(record, log, process):
-            record["start_s"] = process.up()
-            log(f"{job.name}: up after {record['start_s']:.1f} s")
+            record |= _up("start", process, log)
             ready.append((job, process, record))
         yield record
     for job, process, record in ready:
@@ -141,10 +141,16 @@ def wave(
         if warm and "failed" not in record:
             again = Process(process.start, limit)
             with _noting(record, log, again):
-                record["warm_start_s"] = again.up()
-                log(f"{job.name}: up again after {record['warm_start_s']:.1f} s")
+                record |= _up("warm_start", again, log)
                 again.close()
         yield record
+
+
+def _up(kind: str, process: Process, log: Callable[[str], None]) -> Record:
+    """Returns after how many seconds an engine is up, and what they were spent on."""
+    seconds, parts = process.up(), process.parts()
+    log(f"{process.start.name}: {kind.replace('_', ' ')} took {seconds:.1f} s: {json.dumps(parts)}")
+    return {f"{kind}_s": seconds, f"{kind}_parts_s": parts}
 
 
 @contextmanager

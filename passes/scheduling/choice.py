@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal
 
@@ -49,7 +49,8 @@ class Choice:
 class Chooser:
     """Chooses the schedules of one matmul on one target.
 
-    It keeps what it has found out: a choice looks at wider tiles, too. Hold one to choose for several tiles.
+    It keeps what it has found out: a choice looks at wider tiles, too. Hold one to choose for several tiles, or
+    take that of `chooser_of`.
     """
 
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
@@ -257,6 +258,13 @@ class Chooser:
                     of_family = family.new_groups if family in settled else family.groups
                     groups = of_family(spec, token_tile, target)
                 yield from ((family, group) for group in groups)
+
+
+@lru_cache(maxsize=64)
+def chooser_of(spec: MatmulSpec, target: Target) -> Chooser:
+    """Returns the chooser of a matmul on a target: one for all that ask, as most of a choice is to find out what it
+    keeps."""
+    return Chooser(spec, target)
 
 
 def trusted_tables(target: Target, gpu: str | None = None, user: Sequence[Table] = ()) -> list[Table]:

@@ -15,8 +15,7 @@ from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.launch import Launch
 from lowbit.passes.stages import stages
-from lowbit.pylib.build import knobs
-from lowbit.pylib.build import cache
+from lowbit.pylib.build import cache, in_flight, knobs
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,12 @@ def load(request: KernelRequest, name: str) -> Artifact:
 
     Raises TargetError if a tool to compile it is missing.
     """
-    # 1. Look it up by everything that can change it: the request, the tools and the compiler's sources.
+    # 1. Wait for it if other processes are compiling it (`pylib.build.ahead`).
+    in_flight.wait_for(request)
+    # 2. Look it up by everything that can change it: the request, the tools and the compiler's sources.
     key = _key(request)
-    # 2. Compile it where it is not there, and keep it. Nothing is chosen any more: the request says it all.
-    # 3. Read it, in either case, from the files that the cache keeps.
+    # 3. Compile it where it is not there, and keep it. Nothing is chosen any more: the request says it all.
+    # 4. Read it, in either case, from the files that the cache keeps.
     return cache.load_or_build(key, lambda: _build(request, name).to_files(), Artifact.from_files)
 
 
@@ -90,12 +91,12 @@ def _build(request: KernelRequest, name: str) -> Artifact:
     from lowbit.passes import pipeline  # which loads MLIR and LLVM
 
     folder = knobs.dump_dir()
-    # 2a. Lower it, stage by stage, to PTX: `passes.stages` has the table.
+    # 3a. Lower it, stage by stage, to PTX: `passes.stages` has the table.
     compiled = pipeline.compile_kernel(request, keep=folder is not None, lines=knobs.line_info())
-    # 2b. Write down every stage, if the user wants to see them.
+    # 3b. Write down every stage, if the user wants to see them.
     if folder is not None:
         _dump(compiled.stages, name, folder)
-    # 2c. Assemble it, for a GPU.
+    # 3c. Assemble it, for a GPU.
     cubin = compiled.cubin() if request.target.kind == "cuda" else None
     return Artifact(compiled.launch, compiled.stages["ptx"], cubin, request.schedule)
 

@@ -21,7 +21,7 @@ from lowbit.passes.kernels.quantize.family import default_schedule as quantize_s
 from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_of, request, schedule_names
 from lowbit.passes.kernels.requirements import check_compute
-from lowbit.passes.scheduling.choice import Chooser, Origin, fixed_schedule
+from lowbit.passes.scheduling.choice import Origin, chooser_of, fixed_schedule
 from lowbit.passes.scheduling.expert_choice import ExpertChoice, choose_for_slots, where_choices_change
 from lowbit.passes.scheduling.tables import Table
 from lowbit.passes.target import Target
@@ -152,7 +152,7 @@ class Artifacts:
         self._spec, self._target = spec, target
         late_scaling = late_scaling and not spec.invariant  # whose kernels scale sums, and round no weight
         self._schedule = None if late_scaling else schedule
-        self._chooser = Chooser(spec, replace(target, has_wgmma=False) if late_scaling else target)
+        self._chooser = chooser_of(spec, replace(target, has_wgmma=False) if late_scaling else target)
         rounding = self._chooser.any_tiles  # kernels for any number of tokens round weights, but for invariant ones
         self._any_tiles: tuple[int, ...] = () if late_scaling else rounding
         self._token_tiles = tuple(token_tile for token_tile in self._chooser.token_tiles if not (late_scaling and token_tile in rounding))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -18,9 +19,11 @@ from torch.compiler import assume_constant_result, is_compiling
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.weight import TensorSlot
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.nn.changes import note_change
 from lowbit.pylib.nn.dense_weight import DenseWeight, NoDense
+from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.runtime.batch_invariant import MODE, invariant_text
 from lowbit.pylib.runtime.devices import target_at
 from lowbit.pylib.torch_types import TORCH, stored_type
@@ -304,4 +307,10 @@ def _description(spec: str, device: int, codes: Tensor) -> str:
     """Returns the matmul of a spec, given as JSON, as text: a constant to torch.compile. Notes codes that are about to
     be traced: the operator checks them when they were written to."""
     written.noted(codes)
-    return compile(MatmulSpec.from_dict(json.loads(spec)), target_at(device)).description
+    return _text(spec, target_at(device))
+
+
+@lru_cache(maxsize=256)
+def _text(spec: str, target: str) -> str:
+    """Returns the same for a target. Nothing is compiled: a graph may be made while kernels still are."""
+    return describe(interned(MatmulSpec.from_dict(json.loads(spec))), parse_target(target), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,31 @@ def test_other_processes_fill_the_cache(monkeypatch: pytest.MonkeyPatch) -> None
         mm.kernel(m)
     with pytest.raises(AssertionError, match=r"m32 is compiled"):
         mm.kernel(17)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_who_loads_a_kernel_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, from whatever thread; a kernel that could not be compiled is an error then, and others stay there."""
+    monkeypatch.setattr(driver, "_build", refuse)  # in this process
+    kernels, waits = kernels_up_to(SPEC, TARGET, 9), list[str]()
+    broken = replace(kernels[0], family="none")
+
+    def wait() -> None:
+        waits.append(threading.current_thread().name)
+        compilers.finish()
+
+    compilers = Ahead(1, wait)
+    compilers.start([*kernels, broken])
+    compilers.close()
+    loaders = [threading.Thread(target=driver.load, args=(kernel, "by a thread")) for kernel in kernels]
+    for thread in loaders:
+        thread.start()
+    for thread in loaders:
+        thread.join()
+    assert len(waits) == 1 and all(driver.is_kept(kernel) for kernel in kernels)
+    with pytest.raises(AssertionError, match="broken is compiled"):
+        driver.load(broken, "broken")
+    assert len(waits) == 1 and compilers.compiled == len(kernels) + 1
 
 
 @pytest.mark.usefixtures("empty_cache")

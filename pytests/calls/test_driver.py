@@ -329,11 +329,11 @@ def test_a_table_written_between_key_and_build_changes_nothing(
     table at any time, and what is stored under a wrong key is served from then on."""
     first, second = (replace(schedule_for(SPEC, 1, parse_target("sm_90a")), warps_k=k) for k in (2, 4))
     chosen = iter((Choice(first, 1.0), Choice(second, 1.0)))
-    monkeypatch.setattr("lowbit.pylib.build.kernels.Chooser.choice", lambda *_: next(chosen, Choice(second, 1.0)))
+    monkeypatch.setattr("lowbit.passes.scheduling.choice.Chooser.choice", lambda *_: next(chosen, Choice(second, 1.0)))
     artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
     assert artifacts.kernel(1).schedule == artifacts.request(1).schedule == first
     assert artifacts.stages_for(1) and artifacts.choices().kernels[1].schedule == first  # nor what is shown of it
     assert [request.schedule for request in pipeline.compiled[:2]] == [first, first]
     for wanted in (first, second):  # another process, with either table
-        monkeypatch.setattr("lowbit.pylib.build.kernels.Chooser.choice", lambda *_, s=wanted: Choice(s, 1.0))
+        monkeypatch.setattr("lowbit.passes.scheduling.choice.Chooser.choice", lambda *_, s=wanted: Choice(s, 1.0))
         assert Artifacts(SPEC, parse_target("sm_90a"), None).kernel(1).schedule == wanted

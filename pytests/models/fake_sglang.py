@@ -214,7 +214,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         f"{layers}.vocab_parallel_embedding": {"VocabParallelEmbedding": VocabParallelEmbedding},
         "srt.runtime_context": {
             "get_schedule": lambda: SimpleNamespace(chunked_prefill_size=16),
-            "get_parallel": lambda: SimpleNamespace(tp_size=1),
+            "get_parallel": lambda: SimpleNamespace(tp_size=1, tp_rank=0),
         },
     }
 

@@ -232,7 +232,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         load_config=SimpleNamespace(load_format=LOAD_FORMAT),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
         lora_config=None,
     )
     return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tomllib
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackError, QuantConfig, SpecError
+from lowbit.passes.targets import parse_target
 from lowbit.pylib.build import driver
 from lowbit.pylib.checkpoints.contents import contents
 from lowbit.pylib.checkpoints.registry import import_experts
@@ -37,6 +39,7 @@ from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, source
 from lowbit.pylib.integrations.serving.experts import GATES, Experts, each_of, gated, quantize_experts
 from lowbit.pylib.integrations.serving.names import Names, Place
 from lowbit.pylib.integrations.serving.rows import Layer, Rows, Share, Source, opened, quantize_rows, shares_of
+from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.runtime import batch_invariant
 
 transformers = pytest.importorskip("transformers")
@@ -550,28 +553,57 @@ def refuse(request: Any, name: str) -> Any:
     raise AssertionError(f"{name} is compiled: {request}")
 
 
-def test_kernels_are_compiled_when_the_last_layer_has_come(
+def test_kernels_are_compiled_behind_the_last_layer(
     methods: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those for all numbers of tokens, once; another start finds them on disk. The log says what runs."""
+    """Those for all numbers of tokens, once: the first call waits for them, and compiles none; another start finds them
+    on disk. The log says what runs."""
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(vllm_startup, "target_of", lambda device: "emulator:sm_80")
+    saved(tmp_path / "model")
+    monkeypatch.setattr(driver, "_build", refuse)  # in this process
+    starts: list[list[str]] = []
+    with caplog.at_level("INFO", logger="vllm.lowbit"):
+        for _ in range(2):
+            layer = started(methods, tmp_path / "model")
+            assert len(caplog.messages) == 3  # nothing has waited
+            mm = Matmul(layer.lowbit.linears[0].spec, parse_target("emulator:sm_80"), None)
+            starts.append([re.sub(r"\d+\.\d s", "_ s", line) for line in caplog.messages])
+            caplog.clear()
+    first, again = starts
+    kinds = first[:2]
+    assert kinds[0].startswith("lowbit: 1 x qkv_proj: u4[128, 64]") and "1 x down_proj: u4[64, 128]" in kinds[1]
+    assert all("on emulator:sm_80; kernels by tokens: decode from 1, prefill_mma from" in line for line in kinds)
+    waited = "kernels were compiled, the rest was found on disk; waited _ s for them, and read them in _ s"
+    assert first[2:] == ["lowbit: weights were made in _ s, reading not counted", f"lowbit: 4 {waited}"]
+    assert again == [*kinds, first[2], f"lowbit: 0 {waited}"]
+    assert mm.kernel(fake_vllm.TOKENS)
+    with pytest.raises(AssertionError, match="is compiled"):
+        mm.kernel(fake_vllm.TOKENS + 1)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("LOWBIT_NO_CACHE", "1"), ("LOWBIT_DUMP", "dump")])
+def test_kernels_are_compiled_while_loading_without_a_cache(
+    variable: str, value: str, methods: Any, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody compiles them behind it then, and no request may wait."""
+    monkeypatch.setenv(variable, value.replace("dump", str(tmp_path / "dump")))
     monkeypatch.setattr(vllm_startup, "target_of", lambda device: "emulator:sm_80")
     saved(tmp_path / "model")
     with caplog.at_level("INFO", logger="vllm.lowbit"):
         layer = started(methods, tmp_path / "model")
-        first = list(caplog.messages)
-        caplog.clear()
-        monkeypatch.setattr(driver, "_build", refuse)
-        started(methods, tmp_path / "model")
-    kinds = [line for line in first if " x " in line]
-    assert kinds[0].startswith("lowbit: 1 x qkv_proj: u4[128, 64]") and "1 x down_proj: u4[64, 128]" in kinds[1]
-    assert all("on emulator:sm_80; kernels by tokens: decode from 1, prefill_mma from" in line for line in kinds)
-    assert first[2] == "lowbit: 4 kernels were compiled, the rest was found on disk"  # for 1, and 2 to 8 tokens
-    assert caplog.messages == [*kinds, "lowbit: 0 kernels were compiled, the rest was found on disk"]
+    assert caplog.messages[-1].startswith("lowbit: 0 kernels were compiled")
     mm = lowbit.compile(layer.lowbit.linears[0].spec, "emulator:sm_80")
-    assert mm.kernel(fake_vllm.TOKENS)
-    with pytest.raises(AssertionError, match="is compiled"):
-        mm.kernel(fake_vllm.TOKENS + 1)
+    monkeypatch.setattr(driver, "_build", refuse)
+    assert mm.kernel(1) and mm.kernel(fake_vllm.TOKENS)
+
+
+def test_processes_share_what_is_to_compile() -> None:
+    """Each begins with other kernels, those of many tokens first, and would compile all."""
+    kernels: Any = [*range(7)]
+    orders = [vllm_startup.Limits(8, 3, rank).in_turn(kernels) for rank in range(3)]
+    assert orders == [[6, 3, 0, 5, 4, 2, 1], [5, 2, 6, 4, 3, 1, 0], [4, 1, 6, 5, 3, 2, 0]]
+    assert vllm_startup.Limits(8).in_turn(kernels) == kernels[::-1]
 
 
 def test_kernels_of_experts_are_compiled_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -803,8 +835,9 @@ def test_kernels_of_experts_with_orders_of_their_own(tmp_path: Path, monkeypatch
     startup.limits = vllm_startup.Limits(tokens=6)
     startup.expect(startup)
     startup.loaded(startup, "experts", experts)
-    compiled = by_kernel._permute_kernel.cache_info().misses
     monkeypatch.setattr(driver, "_build", refuse)
+    experts(x[:1], ids[:1] % 3, weights[:1])
+    compiled = by_kernel._permute_kernel.cache_info().misses
     assert compiled and close(experts(x, ids % 3, weights), expected)
     assert by_kernel._permute_kernel.cache_info().misses == compiled
 

@@ -314,6 +314,21 @@ def test_kernels_are_those_of_the_log(tmp_path: Path) -> None:
     assert start.kernels() == ["MacheteLinearKernel", "'MARLIN' WNA16 MoE backend"]
 
 
+def test_what_a_start_was_spent_on_is_in_the_log(processes: Any, tmp_path: Path) -> None:
+    """In that of this start: an earlier one has written to the same file."""
+    start, lines = start_of(tmp_path), "INFO [x.py:1] Model loading took 4.6 GiB memory and {} seconds\n"
+    start.log.write_text(lines.format("20.25"))
+    processes([])
+    process = Process(start, 1)
+    assert process.parts() == {}
+    with start.log.open("a") as log:
+        log.write(lines.format("9.5") + "torch.compile took 6.20 s in total\n")
+        log.write("INFO lowbit: 3 kernels were compiled; waited 0.1 s for them, and read them in 0.4 s\n")
+        log.write("init engine (profile, create kv cache, warmup model) took 14.50 s (compilation: 6 s)\n")
+    waits = {"lowbit waits for kernels": 0.1, "lowbit reads kernels": 0.4}
+    assert process.parts() == {"loading": 9.5, "torch.compile": 6.2, **waits, "from loading to the end": 14.5}
+
+
 # -- runs
 
 PARTS: list[Any] = [
@@ -342,6 +357,9 @@ class Made:
         warm = self.start.caches.exists()
         self.start.caches.mkdir(parents=True, exist_ok=True)
         return 20.0 if warm else 50.0
+
+    def parts(self) -> Any:
+        return {"loading": 5.0}
 
     def measured(self, load: Load) -> Iterator[Any]:
         yield from PARTS
@@ -375,6 +393,7 @@ def test_engines_start_cold_and_then_warm(made: Any, tmp_path: Path) -> None:
     for _ in range(2):  # the second run empties the caches of the first
         one, other = served(tmp_path, "bf16", "u4")
     assert one["start_s"] == other["start_s"] == 50 and one["warm_start_s"] == 20
+    assert one["start_parts_s"] == one["warm_start_parts_s"] == {"loading": 5.0}
     assert one["online"] == {**PARTS[3]["online"], **PARTS[4]["online"]} and one["step_ms"] == PARTS[0]["step_ms"]
     assert made.most == 1 and made.running == 0
 
@@ -403,7 +422,7 @@ def test_a_mixture_is_routed_at_random(made: Any, tmp_path: Path, monkeypatch: p
     for model in ("qwen3-30b-a3b", "llama-3.1-8b"):
         serve([Job(model, 2, "gptq+humming")], tmp_path, tmp_path / "o", 1, False, 1, lambda _: None)
     assert [start.mixture for _, start in starts] == [True, False]
-    assert starts[0][1].settings == {"linear_backend": "humming"}
+    assert starts[0][1].settings == {"linear_backend": "humming", "moe_backend": "humming"}
     assert starts[0][1].folder.name == "qwen3-30b-a3b-2-layers-gptq"
 
 

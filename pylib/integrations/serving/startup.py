@@ -1,7 +1,8 @@
 """What happens once when a model is loaded: kernels are compiled for all numbers of tokens, and the log says which run.
 
 Layers report what they multiply by as soon as they have it. Kernels for it are compiled in other processes while the
-server reads the rest of the model; when the last layer is there, all of them are.
+server reads the rest of the model, and while torch.compile works on it. The first call that needs one of them waits for
+all: servers make it before they take requests.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -39,11 +42,20 @@ class Limits:
     """What a process of the server runs.
 
     tokens     the most of one step
-    processes  those that share this machine's cores
+    processes  those that share this machine's cores, and compile the same kernels
+    rank       which of them this one is
     """
 
     tokens: int = 1
     processes: int = 1
+    rank: int = 0
+
+    def in_turn(self, kernels: Sequence[KernelRequest]) -> list[KernelRequest]:
+        """Returns kernels in the order in which to compile them: those of this process's share first, by the time that
+        they take; the other processes compile the rest meanwhile."""
+        most_first = kernels[::-1]  # of many tokens, which are the largest programs
+        mine = most_first[self.rank :: self.processes]
+        return list(dict.fromkeys([*mine, *most_first]))
 
 
 class Kind(Protocol):
@@ -83,51 +95,76 @@ class MatmulKernels:
 
 
 class Startup:
-    """The layers of one model, from when it is made until the last of them is loaded.
+    """The layers of one model, from when it is made until it is called.
 
-    log   where it says which kernels run
+    log   where it says which kernels run, and what took how long
     """
 
     def __init__(self, log: logging.Logger = log) -> None:
         self.log = log
         self.limits = Limits()
+        self.seconds = 0.0  # in which weights were made
         self._waiting: set[int] = set()
         self._names: dict[Kind, Counter[str]] = {}
+        self._unready: list[Kind] = []
         self._ahead: Ahead | None = None
 
     def expect(self, method: object) -> None:
         """Wait for the layer of a method. All are made before the first is loaded."""
         self._waiting.add(id(method))
 
-    def loaded(self, method: object, name: str, held: nn.Module) -> None:
-        """Take note of what a layer multiplies by; if it is the last one, have all kernels ready, and say which.
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Counts the time in which a layer's weights are made of its tensors."""
+        begun = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - begun
 
-        Raises TargetError and SpecError where one can't be compiled.
+    def loaded(self, method: object, name: str, held: nn.Module) -> None:
+        """Take note of what a layer multiplies by; if it is the last one, say which kernels run.
+
+        Raises SpecError where none can.
         """
         if id(method) not in self._waiting:  # loaded again
             return
         for kind in kinds(held):
             if kind not in self._names:
-                self._compilers().start(kind.kernels(self.limits.tokens))
+                self._compilers().start(self.limits.in_turn(kind.kernels(self.limits.tokens)))
+                self._unready.append(kind)
             self._names.setdefault(kind, Counter())[name.rpartition(".")[2]] += 1
         self._waiting.discard(id(method))
         if not self._waiting:
-            self._finish()
+            self._end()
 
     def _compilers(self) -> Ahead:
         if self._ahead is None:
             cores = min(MOST_JOBS, len(os.sched_getaffinity(0)))
-            self._ahead = Ahead(max(1, cores // self.limits.processes))
+            self._ahead = Ahead(max(1, cores // self.limits.processes), self._get_ready)
         return self._ahead
 
-    def _finish(self) -> None:
-        compilers, names = self._compilers(), self._names
-        compilers.finish()
-        self._ahead, self._names = None, {}
-        for kind, layers in names.items():
-            kind.prepare(self.limits.tokens)
+    def _end(self) -> None:
+        """Says what was loaded. Nothing is waited for, unless nobody will."""
+        for kind, layers in self._names.items():
             self.log.info("lowbit: %d x %s: %s", layers.total(), ", ".join(sorted(layers)), kind)
-        self.log.info("lowbit: %d kernels were compiled, the rest was found on disk", compilers.compiled)
+        self.log.info("lowbit: weights were made in %.1f s, reading not counted", self.seconds)
+        self._names, self.seconds = {}, 0.0
+        compilers = self._compilers()
+        if compilers.is_asked:
+            compilers.close()
+        else:
+            self._get_ready()
+
+    def _get_ready(self) -> None:
+        """Have all kernels so far ready in this process. Raises TargetError where one can't be compiled."""
+        begun = time.perf_counter()
+        compilers, kinds = self._compilers(), self._unready
+        self._ahead, self._unready = None, []
+        compilers.finish()
+        waited = time.perf_counter() - begun
+        for kind in kinds:
+            kind.prepare(self.limits.tokens)
+        text = f"waited {waited:.1f} s for them, and read them in {time.perf_counter() - begun - waited:.1f} s"
+        self.log.info("lowbit: %d kernels were compiled, the rest was found on disk; %s", compilers.compiled, text)
 
 
 def kinds(held: nn.Module) -> Iterator[Kind]:

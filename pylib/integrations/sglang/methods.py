@@ -48,14 +48,15 @@ class Method:
     def expected(self) -> None:
         """Let the start of the model wait for this layer."""
         chunk = get_schedule().chunked_prefill_size or 0
-        self.startup.limits = Limits(chunk if chunk > 0 else _TOKENS, get_parallel().tp_size)
+        parallel = get_parallel()
+        self.startup.limits = Limits(chunk if chunk > 0 else _TOKENS, parallel.tp_size, parallel.tp_rank)
         self.startup.expect(self)
 
     @torch.no_grad()
     def process_weights_after_loading(self, layer: Any) -> None:
         """Make the low-bit weights of a layer whose tensors have all come; again if others have."""
         if self.has_loaded(layer):
-            with naming(self.name):
+            with naming(self.name), self.startup.making():
                 made = self.make(layer)
             self.startup.loaded(self, self.name, hold(layer, made))
 

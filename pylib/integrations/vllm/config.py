@@ -204,7 +204,8 @@ def _limits(settings: Any) -> Limits:
     """Returns what a process of vLLM runs with these settings."""
     graphs = settings.compilation_config.cudagraph_capture_sizes or [1]
     tokens = max(settings.scheduler_config.max_num_batched_tokens, *graphs)
-    return Limits(tokens, settings.parallel_config.tensor_parallel_size)
+    parallel = settings.parallel_config
+    return Limits(tokens, parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size)
 
 
 def _is_router(layer: object, prefix: str) -> bool:

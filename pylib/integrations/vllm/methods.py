@@ -12,7 +12,6 @@ it has, where captured CUDA graphs read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,19 +57,21 @@ class Method:
 
     uses_meta_device = True
     waiting: Sequence[str] = ()
-    _report: Callable[[nn.Module], None] | None = None
+    _startup = Startup()  # of layers that none waits for
+    _name = ""
 
     def report_to(self, startup: Startup, name: str) -> None:
         """Let the start of the model wait for this layer, and hear what it multiplies by."""
+        self._startup, self._name = startup, name
         startup.expect(self)
-        self._report = partial(startup.loaded, self, name)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Make the low-bit weights of a layer whose tensors have all come."""
         if getattr(layer, _PROCESSED, False):
             return
         with torch.no_grad():
-            made = self.make(layer)
+            with self._startup.making():
+                made = self.make(layer)
             for name in self.waiting:
                 delattr(layer, name)
             self._hold(layer, made)
@@ -83,8 +84,7 @@ class Method:
     def _hold(self, layer: Any, made: nn.Module) -> None:
         """Give a layer what it multiplies by; or the values of that, in the memory of what it has."""
         held = hold(layer, made)
-        if self._report:
-            self._report(held)
+        self._startup.loaded(self, self._name, held)
         for number, module in enumerate(packed_modules(held)):
             for name, tensor in own_tensors(module):
                 first = number == 0 and name == "codes"
