@@ -99,8 +99,10 @@ def find_folds(
     watch = _Watch(model)
     expected = _tensors(watch.run(inputs[0]))
     if not expected or any(bool(output.isnan().any()) for output in expected):
-        what = "has NaN" if expected else "holds no tensor of floats"
-        raise QuantizeError(f"AWQ compares outputs of the model, and that for input 0 of calibration= {what}")
+        nan = "has NaN; drop it, or run the model in bf16 or f32"
+        what = nan if expected else "holds no tensor of floats; use method='gptq'"
+        rule = "method='awq' compares outputs of the model, and that for input 0 of calibration="
+        raise QuantizeError(f"{next(iter(layers))}: {rule} {what}")
     reasons = {name: NO_SOURCE if name in watch.sources else NOT_REACHED for name in layers}
     folds = list[Fold]()
     for name in watch.inputs:

@@ -86,7 +86,7 @@ class Calibration:
             given = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise QuantizeError(f"{name} must be a tensor of floats [..., k={self.k}], not {given}")
         if x.ndim == 0 or x.shape[-1] != self.k:
-            raise QuantizeError(f"{name} must be [..., k={self.k}], not {list(x.shape)}")
+            raise QuantizeError(f"{name} must be [..., k={self.k}], not {list(x.shape)}; give inputs of this layer")
         rows = x.detach().to(self.hessian.device).reshape(-1, self.k).float()
         if not bool(rows.isfinite().all()):
             token = int((~rows.isfinite()).any(1).nonzero()[0])
