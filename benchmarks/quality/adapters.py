@@ -3,15 +3,19 @@
 Each takes the weight of a layer [n, k] in f32 and its calibration, and returns a `Found`: the weight that their code
 makes of it. All run on a CPU, at equal numbers of tokens: those that look at inputs get the Hessian that ours get.
 
-Libraries come from PyPI. Two methods have code that is no package: clone IST-DASLab/gptq and Vahe1994/SpQR, and put
-both folders on PYTHONPATH.
+Libraries come from PyPI. Three methods have code that is no package: clone IST-DASLab/gptq, Vahe1994/SpQR and
+mit-han-lab/llm-awq, and put the folders on PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -168,11 +172,86 @@ def auto_round(bits: int, group_size: int, steps: int = 200) -> Adapter:
     return quantize
 
 
+def llm_awq(bits: int, group_size: int) -> Adapter:
+    """AWQ of its authors: their search for the scales of columns, then theirs for the largest weight of each group.
+
+    Both look at outputs. For inputs the first search gets a root of the Hessian, with the mean |x| that inputs really
+    have, and the second, for which groups are layers of their own, a root of each group's part. Their code leaves the
+    groups of queries and keys as they are; here all are clipped. Scales are not rounded to f16 there, as ours are.
+    """
+
+    def quantize(weight: Tensor, calibration: Calibration) -> Found:
+        auto_scale, auto_clip, quantizer = (_part_of_awq(name) for name in ("auto_scale", "auto_clip", "quantizer"))
+        how: Any = {"zero_point": True, "q_group_size": group_size}
+        block, small = _MptBlock(_layer(weight), group_size), torch.ones(1, group_size)
+        inputs = dict.fromkeys(("attn.Wqkv", "attn.out_proj", "ffn.up_proj"), small)
+        inputs["ffn.down_proj"] = root_of(calibration)
+        means = mock.patch.object(auto_scale, "get_act_scale", lambda x: _magnitude(x, calibration))
+        with means, mock.patch.object(Tensor, "cpu", Tensor.clone):  # their copies of weights are in the CPU's memory
+            *_, (_, _, scales) = auto_scale.auto_scale_block(block, {}, bits, how, inputs)
+        scaled, x = weight * scales, _roots_of_groups(calibration, group_size) / scales
+        limits = [
+            auto_clip.auto_clip_layer(rows, x, bits, how, n_sample_token=group_size)
+            for rows in scaled.split(64)  # products of all inputs and rows are in memory
+        ]
+        largest = torch.cat(limits)
+        clipped = scaled.unflatten(1, (-1, group_size)).clamp(-largest, largest).flatten(1)
+        return Found(quantizer.pseudo_quantize_tensor(clipped, n_bit=bits, **how) / scales)
+
+    return quantize
+
+
+class _MptBlock(nn.Module):
+    """A block of a kind that llm-awq knows by the name of its class: the last of its layers is the one that counts, and
+    the others are small."""
+
+    def __init__(self, layer: nn.Linear, small: int) -> None:
+        super().__init__()
+        first, second, third = (_layer(torch.eye(small)) for _ in range(3))
+        self.norm_1, self.norm_2 = nn.Identity(), nn.Identity()
+        self.attn = _Parts({"Wqkv": first, "out_proj": second})
+        self.ffn = _Parts({"up_proj": third, "act": nn.Identity(), "down_proj": layer})
+
+
+class _Parts(nn.ModuleDict):
+    """Modules by name, of which the first runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return next(iter(self.values()))(x)
+
+
+def _magnitude(x: Tensor, calibration: Calibration) -> Tensor:
+    """Returns the mean |x| of real inputs for those that stand for them, and ones for the inputs of small layers."""
+    return calibration.magnitude.float() if len(x) == calibration.k else torch.ones(x.shape[-1])
+
+
+def _part_of_awq(name: str) -> Any:
+    """Returns a module of llm-awq, without its kernels for GPUs and what needs them."""
+    import awq  # type: ignore[import-not-found]
+
+    package = ModuleType("awq.quantize")
+    package.__path__ = [str(Path(folder) / "quantize") for folder in awq.__path__]
+    sys.modules.setdefault("awq.quantize", package)
+    sys.modules.setdefault("awq_inference_engine", ModuleType("awq_inference_engine"))
+    return importlib.import_module(f"awq.quantize.{name}")
+
+
 def root_of(calibration: Calibration) -> Tensor:
     """Returns x [k, k] whose x^T x is the Hessian, relative to its mean diagonal."""
-    values, vectors = torch.linalg.eigh(calibration.hessian.double())
-    root = vectors * values.clamp(min=0).sqrt()
-    return (root / calibration.hessian.diagonal().mean().sqrt()).T.float().contiguous()
+    return _root(calibration.hessian / calibration.hessian.diagonal().mean())
+
+
+def _roots_of_groups(calibration: Calibration, size: int) -> Tensor:
+    """Returns x [size, k]: for each group of columns a root of its part of the same Hessian."""
+    relative = calibration.hessian / calibration.hessian.diagonal().mean()
+    blocks = relative.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2)
+    return torch.cat(list(_root(blocks.permute(2, 0, 1))), dim=1)
+
+
+def _root(hessian: Tensor) -> Tensor:
+    """Returns x [..., k, k] with x^T x = H, in f32."""
+    values, vectors = torch.linalg.eigh(hessian.double())
+    return (vectors * values.clamp(min=0).sqrt()[..., None, :]).mT.float().contiguous()
 
 
 def _layer(weight: Tensor) -> nn.Linear:

@@ -26,7 +26,10 @@ from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 
 SECTION = Section("authors", "authors")
-CLONES = {"gptq": "clone IST-DASLab/gptq onto PYTHONPATH", "spqr_engine": "clone Vahe1994/SpQR onto PYTHONPATH"}
+CLONES = {
+    name: f"clone {project} onto PYTHONPATH"
+    for name, project in (("gptq", "IST-DASLab/gptq"), ("spqr_engine", "Vahe1994/SpQR"), ("awq", "mit-han-lab/llm-awq"))
+}
 """How to get what is no package of the same name, by what is imported."""
 
 
@@ -69,6 +72,9 @@ def _references() -> Iterator[Reference]:
         yield Reference(f"{name}, act-order", "gptq", adapters.gptq(bits, group_size, **order), ours)
         searched = adapters.gptq(bits, group_size, searched=True, **order)
         yield Reference(f"{name}, act-order, searched ranges", "gptq", searched, ours)
+    for bits in (4, 3):
+        ours = lowbit.QuantConfig(f"u{bits}", 128, method="awq")
+        yield Reference(f"llm-awq u{bits}, groups of 128", "awq", adapters.llm_awq(bits, 128), ours)
     spqr, name = preset("spqr"), "SpQR u3, act-order"
     yield Reference(f"{name}, outliers", "spqr_engine", adapters.spqr(3, 0.2), spqr)
     yield Reference(f"{name}, outliers, damping 1", "spqr_engine", adapters.spqr(3, 0.2, damping=1.0), spqr)

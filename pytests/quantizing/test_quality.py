@@ -164,6 +164,17 @@ def test_roots_of_a_hessian_stand_for_inputs() -> None:
     assert torch.isclose((root @ errors.T).square().sum(), expected, rtol=1e-4)
 
 
+def test_roots_of_groups_stand_for_inputs_of_groups() -> None:
+    x, errors = torch.randn(100, 32), torch.randn(4, 32)
+    calibration = lowbit.Calibration(32)
+    calibration.add(x)
+    roots = adapters._roots_of_groups(calibration, 16)
+    assert roots.shape == (16, 32)
+    for group in (slice(0, 16), slice(16, 32)):
+        expected = (x[:, group] @ errors[:, group].T).square().sum() / x.square().sum() * 32
+        assert torch.isclose((roots[:, group] @ errors[:, group].T).square().sum(), expected, rtol=1e-4)
+
+
 def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
     """At any width; half of these layers have few large weights."""
     records = ranges.SECTION.records()
