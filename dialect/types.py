@@ -14,8 +14,12 @@ which raises `Mismatch` or the error of what it is made of (`LayoutError`, `Spec
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import Mismatch, expect, verifier
@@ -28,6 +32,7 @@ from lowbit.dialect.layouts.shared_memory import Swizzle
 from lowbit.dialect.signature import PARAM_TYPES, Grid, ParamKind, parse_grid
 
 Element = str | DType
+Mirror = TypeVar("Mirror")
 
 _MOST_SHARED = 1 << 18  # bytes: more than a block has on any GPU
 _ADDRESSES = 1 << 48
@@ -36,6 +41,16 @@ _I64 = 1 << 63
 
 class Lowbit(ext.Dialect, name="lowbit"):
     """The dialect: operations are in `dialect.ops`."""
+
+    @classmethod
+    def _emit_module(cls) -> ir.Module:
+        """The dialect in IRDL, as every context loads it: built once, and read again for the contexts that follow."""
+        return ir.Module.parse(_irdl())
+
+
+@cache
+def _irdl() -> str:
+    return str(super(Lowbit, Lowbit)._emit_module())
 
 
 Lowbit.Operation.verify_invariants = verifier(lambda op: None)  # for operations that have no rules of their own
@@ -84,6 +99,30 @@ class RegType(Lowbit.Type, name="reg"):
     shape: ir.ArrayAttr
     element: Any
     layout: ir.StringAttr
+
+
+_mirrors: ContextVar[dict[ir.Type, Any] | None] = ContextVar("mirrors", default=None)
+
+
+@contextmanager
+def remembered_mirrors() -> Generator[None]:
+    """Within it, the mirror of a type is made once. Types hold their context, so what is remembered goes at the end."""
+    token = _mirrors.set({})
+    try:
+        yield
+    finally:
+        _mirrors.reset(token)
+
+
+def mirror_of(type_: ir.Type, kind: type[Mirror], make: Callable[[ir.Type], Mirror]) -> Mirror:
+    """Returns the mirror of a type, of the kind that `make` makes, or the one that is remembered."""
+    known = _mirrors.get()
+    if known is None:
+        return make(type_)
+    found = known.get(type_)
+    if not isinstance(found, kind):  # a verifier may take a type for one of another kind, which `make` refuses
+        found = known[type_] = make(type_)
+    return found
 
 
 def parameters(kind: Any, type_: ir.Type) -> list[Any]:
@@ -243,7 +282,7 @@ class Reg:
 
     @staticmethod
     def of(type_: ir.Type) -> "Reg":
-        return _reg(type_)
+        return mirror_of(type_, Reg, _reg)
 
 
 def read_layout(attribute: ir.Attribute) -> Layout:
@@ -254,7 +293,8 @@ def read_layout(attribute: ir.Attribute) -> Layout:
 def _reg(type_: ir.Type) -> Reg:
     shape, element, text = parameters(RegType, type_)
     layout = read_layout(text)
-    expect(read_ints(shape) == layout.shape, "shape", f"that of the layout, {layout.shape}", read_ints(shape))
+    sizes = read_ints(shape)
+    expect(sizes == layout.shape, "shape", f"that of the layout, {layout.shape}", sizes)
     return Reg(read_element(element), layout)
 
 
@@ -304,10 +344,12 @@ class Shared:
 
     @staticmethod
     def of(type_: ir.Type) -> "Shared":
-        shape, element, strides, swizzle = parameters(SharedType, type_)
-        return Shared(
-            read_element(element), read_ints(shape), read_ints(strides), int(ir.IntegerAttr(swizzle).value)
-        )
+        return mirror_of(type_, Shared, _shared)
+
+
+def _shared(type_: ir.Type) -> Shared:
+    shape, element, strides, swizzle = parameters(SharedType, type_)
+    return Shared(read_element(element), read_ints(shape), read_ints(strides), int(ir.IntegerAttr(swizzle).value))
 
 
 @dataclass(frozen=True)
@@ -338,5 +380,9 @@ class Global:
 
     @staticmethod
     def of(type_: ir.Type) -> "Global":
-        shape, element, strides, divisors = parameters(GlobalType, type_)
-        return Global(read_element(element), read_ints(shape), read_ints(strides), read_ints(divisors))
+        return mirror_of(type_, Global, _global)
+
+
+def _global(type_: ir.Type) -> Global:
+    shape, element, strides, divisors = parameters(GlobalType, type_)
+    return Global(read_element(element), read_ints(shape), read_ints(strides), read_ints(divisors))

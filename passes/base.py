@@ -20,21 +20,28 @@ class Pass(Protocol):
         ...
 
 
-def each_op(module: ir.Module, kind: type) -> Iterator[Any]:
-    """All operations of one class, in program order; they may be erased on the way."""
+def each_op(module: ir.Module, *kinds: type) -> Iterator[Any]:
+    """All operations of some classes, in program order; they may be erased on the way."""
     found: list[Any] = []
     wanted: dict[str, bool] = {}  # by name, which says the class: most operations need no view
 
     def visit(op: Any) -> Any:
         name = op.name
         if name not in wanted:
-            wanted[name] = isinstance(op.opview, kind)
+            wanted[name] = isinstance(op.opview, kinds)
         if wanted[name]:
             found.append(op.opview)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
     yield from found
+
+
+def each_function(module: ir.Module, kind: type) -> Iterator[Any]:
+    """All functions of one class: they are at the top of the module, or of a gpu.module in it."""
+    for op in module.body.operations:
+        inner = op.operation.regions[0].blocks[0].operations if op.operation.name == "gpu.module" else (op,)
+        yield from (each for each in inner if isinstance(each, kind))
 
 
 def enclosing(op: Any, *names: str) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.assembly import print_module
-from lowbit.dialect.bindings import ir, new_context
+from lowbit.dialect.bindings import gpu, ir, new_context
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.signature import Param
-from lowbit.dialect.types import Element, Global, param_kind, read_grid, read_strings
-from lowbit.passes.base import Pass, each_op
+from lowbit.dialect.types import Element, Global, param_kind, read_grid, read_strings, remembered_mirrors
+from lowbit.passes.base import Pass, each_function, each_op
 from lowbit.passes.builder import Program
 from lowbit.passes.builder.program import built_module
 from lowbit.passes.codegen.cubin import emit_cubin
@@ -142,7 +142,7 @@ def _compile(
     launches: list[Launch] = []
     context = new_context()
     ops.register(context)
-    with context, ir.Location.unknown():
+    with context, ir.Location.unknown(), remembered_mirrors():
         module = build()
         elements = _elements(module)
         if keep:
@@ -186,15 +186,7 @@ def _elements(module: ir.Module) -> dict[str, tuple[Element, ...]]:
 
 def read_launches(module: ir.Module) -> list[Launch]:
     """How to start the kernels of a module at stage gpu."""
-    found: list[Launch] = []
-
-    def visit(op: Any) -> Any:
-        if op.name == "gpu.func":
-            found.append(_read_launch(op.attributes))
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    return found
+    return [_read_launch(function.operation.attributes) for function in each_function(module, gpu.GPUFuncOp)]
 
 
 def _read_launch(attributes: Any) -> Launch:

@@ -105,8 +105,15 @@ def _ir_values(given: Any) -> Iterator[ir.Value]:
             yield from _ir_values(each)
     elif isinstance(given, ir.Value):
         yield given
-    elif is_dataclass(given):  # Scalar, Tile, Memory, or a few of them
-        yield from _ir_values([getattr(given, each.name) for each in fields(given)])
+    else:  # Scalar, Tile, Memory, or a few of them
+        for name in _fields_of(type(cast(object, given))):
+            yield from _ir_values(getattr(given, name))
+
+
+@lru_cache(maxsize=None)
+def _fields_of(kind: type) -> tuple[str, ...]:
+    """Returns the names of a dataclass's fields; nothing else has any."""
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _block_of(value: ir.Value) -> ir.Block:
@@ -183,31 +190,43 @@ def _checked(method: FunctionType) -> Callable[..., Any]:
 
 def check_kinds(function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> None:
     """Raises PassError for an argument that is not what the function's annotation says."""
-    signature, hints = _annotations(function)
+    signature, hints, fits = _annotations(function)
     for name, value in signature.bind(*arguments, **named).arguments.items():
-        several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-        for each in value if several else [value]:
-            if name in hints and not _fits(each, hints[name]):
-                raise PassError(f"{name} must be {_words(hints[name])}, not {_given(each)}")
+        if name in fits:
+            several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            for each in value if several else [value]:
+                if not fits[name](each):
+                    raise PassError(f"{name} must be {_words(hints[name])}, not {_given(each)}")
+
+
+_Fits = Callable[[Any], bool]
 
 
 @lru_cache(maxsize=None)
-def _annotations(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
-    return inspect.signature(function), get_type_hints(function)
+def _annotations(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any], dict[str, _Fits]]:
+    """Returns a function's signature, its annotations, and what tells whether a value is as they say."""
+    hints = get_type_hints(function)
+    return inspect.signature(function), hints, {name: _fits(hint) for name, hint in hints.items()}
 
 
-def _fits(value: Any, hint: Any) -> bool:
+@lru_cache(maxsize=None)
+def _fits(hint: Any) -> _Fits:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
-        return True
+        return lambda value: True
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in inner)
+        choices = [_fits(each) for each in inner]
+        return lambda value: any(fits(value) for fits in choices)
     if origin in (tuple, Sequence):
-        return isinstance(value, list | tuple) and all(_fits(each, inner[0]) for each in cast(Sequence[Any], value))
+        each = _fits(inner[0])
+        return lambda value: isinstance(value, list | tuple) and all(map(each, cast(Sequence[Any], value)))
     if origin is Mapping:
-        pairs = cast(Mapping[Any, Any], value).items() if isinstance(value, Mapping) else [(None, None)]
-        return all(_fits(key, inner[0]) and _fits(each, inner[1]) for key, each in pairs)
-    return isinstance(value, (int, float) if hint is float else hint)
+        key, item = map(_fits, inner)
+        return lambda value: isinstance(value, Mapping) and all(
+            key(k) and item(v) for k, v in cast(Mapping[Any, Any], value).items()
+        )
+    kind = (int, float) if hint is float else hint
+    return lambda value: isinstance(value, kind)
 
 
 def _words(hint: Any) -> str:

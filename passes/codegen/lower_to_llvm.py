@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from lowbit.dialect.bindings import gpu, ir, llvm, passmanager
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.types import Lowbit
-from lowbit.passes.base import at, each_op
+from lowbit.passes.base import at, each_function, each_op
 
 _PIPELINE = (
     "builtin.module(gpu.module(convert-scf-to-cf,convert-gpu-to-nvvm{index-bitwidth=32},convert-nvvm-to-llvm,"
@@ -28,11 +28,12 @@ class LowerToLLVM:
             with at(op):
                 name = op.operation.name
                 raise PassError(f"lower-to-llvm: {name} is left over; run lower-tiles and lower-dequant before")
-        by_value = {name: arguments for name, arguments in map(_by_value, each_op(module, gpu.GPUFuncOp)) if arguments}
+        functions = map(_by_value, each_function(module, gpu.GPUFuncOp))
+        by_value = {name: arguments for name, arguments in functions if arguments}
         manager = passmanager.PassManager.parse(_PIPELINE)
         manager.enable_verifier(False)  # after each of its passes; whoever runs this one verifies the result
         manager.run(module.operation)
-        for function in each_op(module, llvm.LLVMFuncOp):
+        for function in each_function(module, llvm.LLVMFuncOp):
             _restore(function.operation.attributes, by_value)
 
 

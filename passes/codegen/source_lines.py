@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from lowbit.dialect.bindings import ir, llvm
-from lowbit.passes.base import each_op
+from lowbit.passes.base import each_function
 from lowbit.passes.builder.locations import user_line
 
 
 def mark_lines(module: ir.Module) -> None:
     """Give all operations of the module's functions, in the llvm dialect, the line of the program that made them."""
-    for function in each_op(module, llvm.LLVMFuncOp):
+    for function in each_function(module, llvm.LLVMFuncOp):
         if function.operation.regions[0].blocks:
             _mark(function.operation)
 

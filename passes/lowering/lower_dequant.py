@@ -42,20 +42,19 @@ class LowerDequant:
     name: ClassVar[str] = "lower-dequant"
 
     def run(self, module: ir.Module) -> None:
-        for op in each_op(module, ops.DecodePairOp):
-            table = read_format(op.format).kind == "table"
-            _replace(op, lower_decode_pair if table else lambda op: _Decoder(op).result())
-        for op in each_op(module, ops.DecodeShiftedPairOp):
-            _replace(op, lambda op: _Decoder(op).result())
-        for op in each_op(module, ops.LookupPairOp):
-            _replace(op, lower_lookup_pair)
+        for op in each_op(module, ops.DecodePairOp, ops.DecodeShiftedPairOp, ops.LookupPairOp):
+            with ir.InsertionPoint(op), at(op):
+                result = _lowered(op)
+            op.result.replace_all_uses_with(result)
+            op.operation.erase()
 
 
-def _replace(op: Any, lower: Callable[[Any], Any]) -> None:
-    with ir.InsertionPoint(op), at(op):
-        result = lower(op)
-    op.result.replace_all_uses_with(result)
-    op.operation.erase()
+def _lowered(op: Any) -> Any:
+    """Writes what an operation becomes in front of it; returns the result."""
+    if isinstance(op, ops.LookupPairOp):
+        return lower_lookup_pair(op)
+    table = isinstance(op, ops.DecodePairOp) and read_format(op.format).kind == "table"
+    return lower_decode_pair(op) if table else _Decoder(op).result()
 
 
 class _Decoder:

@@ -25,14 +25,13 @@ class ExpandMatmul:
     name: ClassVar[str] = "expand-matmul"
 
     def run(self, module: ir.Module) -> None:
-        for kind in (*WITH_WEIGHT, ops.QuantizeOp, ops.PermuteOp):
-            for op in each_op(module, kind):
-                with at(op):
-                    if kind in WITH_WEIGHT:
-                        check_planned(op)
-                    _check_alone(op)
-                    schedule = _schedule_of(op)
-                    _replace_function(op, family_of(schedule).build(spec_of(op), schedule))
+        for op in each_op(module, *WITH_WEIGHT, ops.QuantizeOp, ops.PermuteOp):
+            with at(op):
+                if isinstance(op, WITH_WEIGHT):
+                    check_planned(op)
+                _check_alone(op)
+                schedule = _schedule_of(op)
+                _replace_function(op, family_of(schedule).build(spec_of(op), schedule))
 
 
 def _schedule_of(op: Any) -> KernelSchedule:

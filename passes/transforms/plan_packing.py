@@ -29,9 +29,8 @@ class PlanPacking:
     name: ClassVar[str] = "plan-packing"
 
     def run(self, module: ir.Module) -> None:
-        for kind in WITH_WEIGHT:
-            for op in each_op(module, kind):
-                op.packing = packing_attr(packed_of(op).packing)
+        for op in each_op(module, *WITH_WEIGHT):
+            op.packing = packing_attr(packed_of(op).packing)
 
 
 def check_planned(op: Any) -> None:

@@ -35,11 +35,10 @@ class SelectSchedule:
     schedule: Schedule | None = None
 
     def run(self, module: ir.Module) -> None:
-        for kind in (*WITH_WEIGHT, ops.QuantizeOp, ops.PermuteOp):
-            for op in each_op(module, kind):
-                if op.schedule is None:
-                    with at(op):
-                        op.schedule = schedule_attr(self._choose(op))
+        for op in each_op(module, *WITH_WEIGHT, ops.QuantizeOp, ops.PermuteOp):
+            if op.schedule is None:
+                with at(op):
+                    op.schedule = schedule_attr(self._choose(op))
 
     def _choose(self, op: Any) -> KernelSchedule:
         if isinstance(op, ops.DequantizeOp):
