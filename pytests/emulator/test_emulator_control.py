@@ -356,6 +356,24 @@ def test_read_then_write(readers: int) -> None:
     run(body.format("bar.warp.sync -1;"), [out], block=64, racecheck=True)
 
 
+@pytest.mark.parametrize(("kind", "register"), [("u16", "%r10"), ("v2.b32", "{%r10, %r11}"), ("u8", "%r10")])
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_parts_of_what_is_accessed_together(kind: str, register: str, wide_first: bool) -> None:
+    """One thread writes 16 bytes, another reads some of them: the first of these is named. Bytes beside are free."""
+    out = np.zeros(64, np.uint32)
+    begin = f"{START} st.shared.b32 [%r9], %r0; bar.sync 0; setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 40;"
+
+    def body(barrier: str, offset: int = 8) -> str:
+        write = "@%p0 st.shared.v4.b32 [%r8], {%r0, %r0, %r0, %r0};"
+        read = f"@%p1 ld.shared.{kind} {register}, [%r8+{offset}];"
+        return begin + barrier.join([write, read] if wide_first else [read, write])
+
+    verb = "reads shared byte 8 that thread 0 wrote" if wide_first else "writes shared byte 8 that thread 40 read"
+    fails(f"race: {verb}", body(" "), out, block=64, racecheck=True)
+    run(body(" bar.sync 0; "), [out], block=64, racecheck=True)
+    run(body(" ", offset=16), [out], block=64, racecheck=True)
+
+
 def test_write_write() -> None:
     body = f"{START} and.b32 %r4, %r9, -8; st.shared.b32 [%r4], %r0;"
     fails("race: writes shared byte .* that thread .* wrote", body, np.zeros(32, np.uint32), racecheck=True)

@@ -9,7 +9,7 @@ import numpy as np
 from lowbit.pylib.emulator.isa.mbarrier import barrier_address
 from lowbit.pylib.emulator.machine.barrier_object import MBarrier
 from lowbit.pylib.emulator.machine.decoder import Op, Pointer, dtype_of
-from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
+from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, all_of, any_of
 from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.memory import SHARED_WINDOW
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
@@ -85,7 +85,7 @@ class Destinations:
         one = np.array([lane])
         target, barrier = self.target(one), self.barrier(one)
         block, cluster = self.block, self.block.cluster
-        if (target % align).any():
+        if any_of(target % align):
             raise Fault(f"a bulk copy to {int(target[0])}, which is not a multiple of {align}", lane)
         for memory in self._memories(lane, target, barrier):
             start, at = (cluster.offset(int(address[0])) for address in (target, barrier))
@@ -95,7 +95,7 @@ class Destinations:
         block, cluster, one = self.block, self.block.cluster, np.array([lane])
         if self.window is None:
             for address in (target, barrier):
-                if not cluster.is_own(address).all():
+                if not all_of(cluster.is_own(address)):
                     raise Fault("a .shared::cta address of a bulk copy that is not in the block's shared memory", lane)
             return [block.shared]
         if self.mask is None:

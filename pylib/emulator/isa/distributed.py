@@ -6,7 +6,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.isa.warp import collective, together
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
-from lowbit.pylib.emulator.machine.faults import Array, require
+from lowbit.pylib.emulator.machine.faults import Array, any_of, require
 from lowbit.pylib.emulator.machine.memory import SHARED_WINDOW
 from lowbit.pylib.emulator.machine.step_results import WARP, Converge, Mask, Step
 
@@ -48,7 +48,7 @@ def cluster_barrier(op: Op) -> Step:
         threads = everyone if mask is None else mask
         complete = together(block, mask, _WHOLE_WARP)[0] if aligned else None
         left = threads & ~cluster.wait(block.rank, threads if complete is None else complete)
-        return Converge(left, lambda lane: "the other blocks of the cluster never come here") if left.any() else None
+        return Converge(left, lambda lane: "the other blocks of the cluster never come here") if any_of(left) else None
 
     if not arrive:
         return waits

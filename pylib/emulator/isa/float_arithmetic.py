@@ -14,7 +14,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.isa.floats import FLOATS, Float, sum_to_odd
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, instruction
-from lowbit.pylib.emulator.machine.faults import Array, Unsupported
+from lowbit.pylib.emulator.machine.faults import Array, Unsupported, any_of
 from lowbit.pylib.emulator.machine.step_results import Mask, Step
 
 TYPES = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
@@ -72,7 +72,7 @@ def _narrow(op: Op) -> Float | None:
 def _canonical(x: Array) -> Array:
     """f32 results: a NaN is always 0x7fffffff."""
     bad = np.isnan(x)
-    return np.where(bad, np.array(0x7FFFFFFF, np.uint32).view(np.float32), x) if bad.any() else x
+    return np.where(bad, np.array(0x7FFFFFFF, np.uint32).view(np.float32), x) if any_of(bad) else x
 
 
 _NEAREST: dict[str, Callable[[Array, Array], Array]] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -161,7 +161,7 @@ def _min_max(op: Op, name: str) -> Step:
         """The other operand beats a NaN unless .NaN is said; -0 is smaller than +0."""
         result = (np.minimum if nan else np.fmin)(a, b) if smaller else (np.maximum if nan else np.fmax)(a, b)
         zeros = (a == 0) & (b == 0)
-        if zeros.any():
+        if any_of(zeros):
             negative = (np.signbit(a) | np.signbit(b)) if smaller else (np.signbit(a) & np.signbit(b))
             result = np.where(zeros, np.where(negative, -0.0, 0.0), result)
         return result

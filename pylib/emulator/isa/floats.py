@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lowbit.pylib.emulator.machine.faults import Array
+from lowbit.pylib.emulator.machine.faults import Array, any_of
 
 #: PTX rounding modifiers (PTX ISA 9.3, 9.7.9): to nearest even, to zero, down, up.
 ROUND: dict[str, Callable[[Array], Array]] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil}
@@ -90,7 +90,7 @@ class Float:
         ulp = np.maximum(exponent - 1, self.emin) - self.mantissa
         y = np.ldexp(ROUND[rounding](np.ldexp(x, -ulp)), ulp)
         over = np.abs(y) > self.max
-        if over.any():
+        if any_of(over):
             keeps_finite = {"rn": False, "rz": True, "rm": x > 0, "rp": x < 0}[rounding]
             limit = np.where(keeps_finite & np.isfinite(x), self.max, np.inf)
             y = np.where(over, np.copysign(limit, x), y)
@@ -111,7 +111,7 @@ class Float:
         else:
             code = self._code(self.round(x, rounding))
         bad = np.isnan(x)
-        return np.where(bad, self.raw.type(self.nan), code) if bad.any() else code
+        return np.where(bad, self.raw.type(self.nan), code) if any_of(bad) else code
 
     def _code(self, x: Array) -> Array:
         """The code of values that are exactly representable."""
@@ -154,7 +154,7 @@ def _bf16(fmt: Float, x: Array) -> Array:
     )
     y = kept.view(np.float64)
     small = np.abs(x) < 2.0**fmt.emin
-    if small.any():
+    if any_of(small):
         y = np.where(small, fmt.round(x), y)
     return (y.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
@@ -178,7 +178,7 @@ def sum_to_odd(a: Array, b: Array) -> Array:
     total = a + b
     part = total - a
     lost = (a - (total - part)) + (b - part)  # Knuth's TwoSum: a + b = total + lost, exactly
-    if not lost.any():
+    if not any_of(lost):
         return total
     inexact = (lost != 0) & np.isfinite(total)
     bits = np.ascontiguousarray(total).view(np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.isa.float_arithmetic import float_binary, float_fma, float_unary, is_float
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, dtype_of, instruction
-from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
+from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, any_of
 from lowbit.pylib.emulator.machine.step_results import Mask, Step
 from lowbit.pylib.emulator.text.ptx import BITS
 
@@ -124,7 +124,7 @@ def _div(op: Op) -> Step:
     def step(mask: Mask) -> None:
         zero = np.broadcast_to(b == 0, (op.block.lanes,))
         zero = zero if mask is None else zero & mask
-        if zero.any():
+        if any_of(zero):
             raise Fault("division by zero", int(np.flatnonzero(zero)[0]))
         # C's division: the quotient is cut towards zero, the remainder has the sign of a.
         quotient = a // b

@@ -14,7 +14,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.machine.barrier_object import MAX_COUNT, MBarrier
 from lowbit.pylib.emulator.machine.decoder import Op, Pointer, instruction
-from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, all_of, any_of, require
 from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.memory import SHARED_WINDOW
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
@@ -189,11 +189,11 @@ def _wait(op: Op, hinted: bool) -> Step:
             require(~missed, who, f"the phase that the thread waits for ended, and the next one too: {barrier.state()}")
             blocked[who] = ~ended[some] & (failed[who] == barrier.serial)
             failed[who] = barrier.serial
-            if ended[some].any():
+            if any_of(ended[some]):
                 memory.observe(barrier, who[ended[some]], ordered)
         go = ~blocked[lanes]
         dest.scatter(ended[go], lanes[go], block.members(lanes[go]))
-        return None if go.all() else Converge(block.members(lanes[~go]), awaits)
+        return None if all_of(go) else Converge(block.members(lanes[~go]), awaits)
 
     return step
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.isa.bulk_copy import async_store
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, dtype_of, instruction
-from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, all_of, any_of, require
 from lowbit.pylib.emulator.machine.memory import (
     CONST_WINDOW,
     LOCAL_WINDOW,
@@ -158,11 +158,11 @@ class _Generic:
             return self.block.device, address
         for space, start in _WINDOWS.items():
             inside = (address >= start) & (address < start + _WINDOW_SIZE)
-            if inside.all() and space == "param":
+            if all_of(inside) and space == "param":
                 raise Fault("a parameter by its generic address, which is emulated for tensor maps only", int(lanes[0]))
-            if inside.all():
+            if all_of(inside):
                 return self.memories[space], address - start
-            if inside.any():
+            if any_of(inside):
                 raise Fault("generic addresses that differ in their memory between threads", int(lanes[0]))
         return self.block.device, address
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
-from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
+from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, all_of, any_of
 from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.step_results import WARP, Converge, Mask, Outcome, Step
 
@@ -41,7 +41,7 @@ def together(block: Block, mask: Mask, members: Array | None, width: int = WARP)
         come = np.pad(active, (0, rest)).reshape(-1, width)
         absent = np.pad(block.exited, (0, rest), constant_values=True).reshape(-1, width)
         incomplete = np.repeat(come.any(axis=1) & absent.any(axis=1), width)[: block.lanes]
-        if incomplete.any():
+        if any_of(incomplete):
             lane = int(np.flatnonzero(active & incomplete)[0])
             group = "warp" if width == WARP else "warpgroup"
             raise Fault(f"an .aligned instruction in a {group} of which some threads have exited", lane)
@@ -51,19 +51,19 @@ def together(block: Block, mask: Mask, members: Array | None, width: int = WARP)
         wanted = members.reshape(-1, WARP)
         bits = np.tile(_BITS.astype(np.uint32), block.warps)
         outside = active & (members & bits == 0)
-        if outside.any():
+        if any_of(outside):
             raise Fault("a thread that its own member mask does not name", int(np.flatnonzero(outside)[0]))
         first = active.reshape(-1, WARP).argmax(axis=1)
         common = wanted[np.arange(block.warps), first]
         differs = active & (members != np.repeat(common, WARP))
-        if differs.any():
+        if any_of(differs):
             raise Fault("member masks that differ within a warp", int(np.flatnonzero(differs)[0]))
         missing = common & ~ballot(active) & ~ballot(block.exited)
         ready = active & np.repeat(missing == 0, WARP)
-    if ready.all():
+    if all_of(ready):
         return None, None
     waiting = active & ~ready
-    return ready, waiting if waiting.any() else None
+    return ready, waiting if any_of(waiting) else None
 
 
 def collective(op: Op, members: Array | None, step: Callable[[Array], None], width: int = WARP) -> Step:
@@ -76,7 +76,7 @@ def collective(op: Op, members: Array | None, step: Callable[[Array], None], wid
         ready, waiting = together(block, mask, members, width)
         if ready is None:
             step(everyone)
-        elif ready.any():
+        elif any_of(ready):
             step(ready)
         return None if waiting is None else Converge(waiting)
 
@@ -84,7 +84,7 @@ def collective(op: Op, members: Array | None, step: Callable[[Array], None], wid
 
 
 def mask_of(active: Array) -> Mask:
-    return None if active.all() else active
+    return None if all_of(active) else active
 
 
 def warp_barrier(op: Op) -> Step:
@@ -136,7 +136,7 @@ def _shfl(op: Op) -> Step:
     def shuffle(active: Array) -> None:
         source, valid = fixed or sources()
         absent = active & ~active[source]
-        if absent.any():
+        if any_of(absent):
             bad = int(np.flatnonzero(absent)[0])
             raise Fault(f"shfl reads lane {source[bad] % WARP}, which does not take part", bad)
         mask = mask_of(active)

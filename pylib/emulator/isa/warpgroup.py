@@ -27,7 +27,7 @@ from lowbit.pylib.emulator.isa.tensor_core import (
 )
 from lowbit.pylib.emulator.isa.warp import collective, mask_of
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
-from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
+from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, all_of, any_of
 from lowbit.pylib.emulator.machine.step_results import Step
 from lowbit.pylib.emulator.machine.wgmma_queue import WARPGROUP
 from lowbit.pylib.emulator.text.ptx import Operand, Reg, Vector
@@ -113,7 +113,7 @@ def _mma_async(op: Op) -> Step:
     def multiply(active: Array) -> None:
         adds = accumulates() & active
         total = np.zeros((columns // 2, block.lanes))
-        if adds.any():
+        if any_of(adds):
             for dest in dests:
                 if dest.register is not None and not dest.register.complete:
                     dest.register.check(adds)
@@ -121,7 +121,7 @@ def _mma_async(op: Op) -> Step:
             total[:, adds] = accumulator_values(words[:, adds], result)
         for first in (np.flatnonzero(active[::WARPGROUP]) * WARPGROUP).tolist():
             lanes = slice(first, first + WARPGROUP)
-            if adds[lanes].any() != adds[lanes].all():
+            if any_of(adds[lanes]) != all_of(adds[lanes]):
                 raise Fault("scale-d differs within the warpgroup", first)
             (x, x_rows), (y, y_rows) = a(first), b(first)
             queue.issue(first, f"{shape}.{result}", accumulators, inputs, x_rows + y_rows)
@@ -184,12 +184,12 @@ def _matrix(op: Op, rows: int, kind: str) -> _Factor:
 
     def matrix(first: int) -> tuple[Array, list[Array]]:
         bits = np.broadcast_to(descriptors, (block.lanes,))[first : first + WARPGROUP]
-        if (bits != bits[0]).any():
+        if any_of(bits != bits[0]):
             raise Fault("matrix descriptors that differ within the warpgroup", first)
         address = Descriptor.decode(int(bits[0])).addresses(rows)
         row, chunks, empty = block.shared.begin_async_read(first, address.ravel())
         values = elements(chunks.view(np.uint32).reshape(rows, -1), kind).reshape(rows, -1)
-        if empty.any():
+        if any_of(empty):
             values[empty.reshape(rows, -1).any(axis=1)] = _UNKNOWN if kind in INTEGERS else np.nan
         return values, [row]
 

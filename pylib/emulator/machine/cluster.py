@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lowbit.pylib.emulator.machine.faults import Array, Fault, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of, require
 from lowbit.pylib.emulator.machine.races import ClusterClock, RaceClock
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.emulator.machine.transfers import Transfers
@@ -60,7 +60,7 @@ class Cluster:
     def arrive(self, rank: int, threads: Array, relaxed: bool) -> None:
         arrivals = self.clock.arrivals[rank]
         twice = threads & (arrivals > self.clock.waits[rank])
-        if twice.any():
+        if any_of(twice):
             lane = int(np.flatnonzero(twice)[0])
             raise Fault("a thread arrives at the cluster's barrier again before it has waited", lane)
         arrivals[threads] += 1
@@ -76,7 +76,7 @@ class Cluster:
 
     def open(self) -> None:
         """End the phase if all threads that live have arrived."""
-        if not self.exited.all() and ((self.clock.arrivals > self.clock.phase) | self.exited).all():
+        if not all_of(self.exited) and all_of((self.clock.arrivals > self.clock.phase) | self.exited):
             relaxed = self.relaxed & (self.clock.arrivals > self.clock.phase)
             self.clock.advance(np.logical_not(relaxed.any(axis=1)))
 
@@ -84,7 +84,7 @@ class Cluster:
         """Returns which of `threads` may go on."""
         arrivals, waits = self.clock.arrivals[rank], self.clock.waits[rank]
         idle = threads & (arrivals == waits)
-        if idle.any():
+        if any_of(idle):
             lane = int(np.flatnonzero(idle)[0])
             raise Fault("a thread waits at the cluster's barrier and has not arrived there", lane)
         ready = threads & (arrivals <= self.clock.phase)
@@ -96,7 +96,7 @@ class Cluster:
 
     def exit(self, rank: int, threads: Array) -> None:
         self.exited[rank] |= threads
-        if self.exited[rank].all():
+        if all_of(self.exited[rank]):
             waits = int(self.clock.waits[rank].max())
             if self.touched[rank] >= waits:
                 raise Fault("the block exits while another may still use its shared memory: no cluster barrier between")
@@ -130,7 +130,7 @@ class Cluster:
             require(
                 self.clock.waits[rank, lanes] > 0, lanes, f"{what} before any cluster barrier: it may not have started"
             )
-            if self.exited[target].all():
+            if all_of(self.exited[target]):
                 raise Fault(f"{what}, which has exited", int(lanes[0]))
             if not barrier:
                 self.touched[target] = max(int(self.touched[target]), self.stamp(rank, lanes))
@@ -150,7 +150,7 @@ class ClusterMemory:
         """The accesses by memory: which they are, the memory, and the addresses there. `barrier`: see Cluster.reach."""
         number = address >> _RANK_SHIFT
         bad = (number < 0) | (number > self.cluster.size)
-        if bad.any():
+        if any_of(bad):
             first = int(np.flatnonzero(bad)[0])
             raise Fault(f"out of bounds: {int(address[first]):#x} is no .shared::cluster address", int(lanes[first]))
         parts = list[tuple[Array, SharedMemory, Array]]()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowbit.pylib.emulator.machine.barrier_object import MBarrier
-from lowbit.pylib.emulator.machine.faults import Array
+from lowbit.pylib.emulator.machine.faults import Array, any_of
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 
 
@@ -63,7 +63,7 @@ class CopyQueue:
         for races it counts as written now."""
         for copy in self.copies:
             mine = np.isin(copy.lanes, lanes) & ~copy.noted
-            if mine.any():
+            if any_of(mine):
                 self.shared.note_copy(copy.lanes[mine], copy.row[mine], copy.data.shape[1])
                 copy.noted |= mine
 
@@ -79,9 +79,9 @@ class CopyQueue:
         left = list[_Copy]()
         for copy in self.copies:
             done = ended(copy)
-            if done.any():
+            if any_of(done):
                 land(copy.lanes[done], copy.row[done], copy.data[done])
             rest = ~done
-            if rest.any():
+            if any_of(rest):
                 left.append(copy.of(rest))
         self.copies = left

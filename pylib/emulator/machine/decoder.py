@@ -303,9 +303,10 @@ class Op:
             active = condition()
             if mask is not None:
                 active = active & mask
-            elif active.all():
+            count = np.count_nonzero(active)
+            if count == len(active):
                 return step(None)
-            return step(active.copy()) if active.any() else None
+            return step(active.copy()) if count else None
 
         return guarded
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lowbit.pylib.emulator.machine.faults import Array, Fault
+from lowbit.pylib.emulator.machine.faults import Array, Fault, any_of
 
 Index = tuple[int, int, int]
 
@@ -73,7 +73,7 @@ class DeviceRaces:
     def _check(self, lanes: Array, byte: Array, epochs: Array, verb: str, did: str) -> None:
         """Raises Fault for an epoch of another cluster that this one does not know of."""
         others = (epochs > 0) & (epochs < self._started)
-        for epoch in np.unique(epochs[others]).tolist() if others.any() else ():
+        for epoch in np.unique(epochs[others]).tolist() if any_of(others) else ():
             cluster = self._clusters[epoch]
             if epoch > self._known.get(cluster, 0):
                 row, column = (int(i[0]) for i in np.nonzero(epochs == epoch))

@@ -9,6 +9,17 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
+def any_of(mask: Array) -> bool:
+    """Tells whether something in a mask is set. Of a few hundred lanes NumPy counts those that are in a quarter of the
+    time that `mask.any()` takes."""
+    return bool(np.count_nonzero(mask))
+
+
+def all_of(mask: Array) -> bool:
+    """Tells whether all of a mask is set."""
+    return int(np.count_nonzero(mask)) == mask.size
+
+
 class Fault(Exception):
     """A mistake of the running kernel. `lane` is the thread at fault, where there is one."""
 
@@ -24,6 +35,6 @@ class Unsupported(Exception):
 
 def require(good: Array, lanes: Array, message: str) -> None:
     """Raise a Fault for the first of `lanes` whose `good` is false. `good` may have further axes."""
-    if not good.all():
+    if not all_of(good):
         bad = np.flatnonzero(~good.reshape(len(lanes), -1).all(axis=1))[0]
         raise Fault(message, int(lanes[bad]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowbit.pylib.emulator.machine.barrier_object import MBarrier
-from lowbit.pylib.emulator.machine.faults import Array
+from lowbit.pylib.emulator.machine.faults import Array, any_of
 
 
 class Landings:
@@ -39,6 +39,6 @@ class Landings:
         found = list[Array]()
         for serial in list(self.bytes):
             waited = self._waited(serial)
-            if (waited if members is None else waited & members).any():
+            if any_of(waited if members is None else waited & members):
                 found += [byte[self.serial[byte] == serial] for byte in self.bytes.pop(serial)]
         return np.concatenate(found) if found else None

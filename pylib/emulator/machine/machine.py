@@ -20,7 +20,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.machine.cluster import Cluster, ClusterMemory
 from lowbit.pylib.emulator.machine.copy_queue import CopyQueue
-from lowbit.pylib.emulator.machine.faults import Array, Fault
+from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of
 from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.emulator.machine.step_results import WARP, Arrive, Converge, Exit, Jump, Mask, Outcome, Scatter, Step
@@ -46,12 +46,12 @@ class Register:
             self.complete = True
         elif not self.complete:
             self.defined |= mask
-            self.complete = bool(self.defined.all())
+            self.complete = all_of(self.defined)
 
     def check(self, mask: Mask) -> None:
         """Raise a Fault if one of the threads in `mask` reads the register before it has set it."""
         unset = ~self.defined if mask is None else mask & ~self.defined
-        if unset.any():
+        if any_of(unset):
             raise Fault(f"{self.name} is read before it is set", int(np.flatnonzero(unset)[0]))
 
 
@@ -160,8 +160,8 @@ class Block:
     def _run_group(self, at: int, group: Array, limit: int, again: bool = False) -> int:
         """Run until the group splits, waits, jumps or comes to `limit`; the number of steps. `again`: an instruction
         that is counted already."""
-        mask = None if group.all() else group
-        warps = 0 if again else int(group.reshape(-1, WARP).any(axis=1).sum())
+        mask = None if all_of(group) else group
+        warps = 0 if again else self.warps if mask is None else int(group.reshape(-1, WARP).any(axis=1).sum())
         steps, counts, start = self.steps, self.counts, at
         outcome = None
         try:
@@ -183,7 +183,7 @@ class Block:
         return at - start + 1
 
     def _join(self, at: int, group: Array) -> None:
-        if group.any():
+        if any_of(group):
             self.groups[at] = self.groups[at] | group if at in self.groups else group
 
     def _apply(self, outcome: Outcome, at: int, group: Array) -> None:
@@ -248,7 +248,7 @@ class Block:
         if self.barriers:
             number = min(self.barriers)
             barrier = self.barriers[number]
-            lanes = np.flatnonzero(barrier.waiting if barrier.waiting.any() else barrier.arrived)
+            lanes = np.flatnonzero(barrier.waiting if any_of(barrier.waiting) else barrier.arrived)
             at = int(barrier.resume[lanes[0]]) - 1
             raise self._error(at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0]))
 
@@ -276,7 +276,7 @@ class Block:
         lane = int(np.flatnonzero(some)[0])
         if barrier.count != arrival.count:
             raise self._error(at, f"barrier {number} is used with two thread counts at a time", lane)
-        if (barrier.arrived & some).any():
+        if any_of(barrier.arrived & some):
             raise self._error(at, f"a thread comes to barrier {number} twice before it opens", lane)
         barrier.arrived = barrier.arrived | some
         barrier.known = self.shared.release(some, barrier.known)
@@ -293,7 +293,7 @@ class Block:
         barrier = self.barriers[number]
         present = int(barrier.arrived.sum())
         live = ~self.exited
-        if barrier.count is None and not (barrier.arrived | ~live).all():
+        if barrier.count is None and not all_of(barrier.arrived | ~live):
             return
         if barrier.count is not None and present < barrier.count:
             return
@@ -301,7 +301,7 @@ class Block:
         at = int(barrier.resume[lane]) - 1
         if barrier.count is not None and present > barrier.count:
             raise self._error(at, f"{present} threads at barrier {number}, which counts {barrier.count}", lane)
-        everyone = bool((barrier.waiting | ~live).all())
+        everyone = all_of(barrier.waiting | ~live)
         targets = np.unique(barrier.resume[barrier.arrived])
         if barrier.aligned and not (everyone and len(targets) == 1):
             self._check_aligned(barrier, number)
@@ -321,7 +321,7 @@ class Block:
         for warp in np.flatnonzero(arrived.any(axis=1)).tolist():
             lanes = slice(warp * WARP, (warp + 1) * WARP)
             places = np.unique(resume[warp][arrived[warp]])
-            if len(places) > 1 or absent[lanes].any():
+            if len(places) > 1 or any_of(absent[lanes]):
                 lane = warp * WARP + int(np.flatnonzero(arrived[warp])[0])
                 message = f"the threads of warp {warp} come to barrier {number} apart (divergent aligned barrier)"
                 raise self._error(int(places[0]) - 1, message, lane)

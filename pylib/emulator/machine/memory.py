@@ -16,7 +16,7 @@ from bisect import bisect_right
 import numpy as np
 
 from lowbit.pylib.emulator.machine.device_races import DeviceRaces
-from lowbit.pylib.emulator.machine.faults import Array, Fault, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, require
 from lowbit.pylib.runtime.tensor_map import TensorMap
 
 #: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
@@ -119,7 +119,7 @@ class DeviceMemory:
             raise Fault(self.describe(low, size), int(lanes[0]))
         index = np.searchsorted(self._starts, address, "right") - 1
         found = (index >= 0) & (address + reach <= self._ends[index])
-        if not found.all():
+        if not all_of(found):
             first = int(np.flatnonzero(~found)[0])
             raise Fault(self.describe(int(address[first]), size), int(lanes[first]))
         return address - self._shift[index], np.unique(index).tolist()
@@ -151,7 +151,7 @@ class DeviceMemory:
 
     def read_prefix(self, lanes: Array, address: Array, size: int, count: Array) -> Array:
         """Rows of `size` bytes of which only the first `count[i]` are read; the others are 0 (cp.async)."""
-        if (count == size).all():
+        if all_of(count == size):
             return self.read(lanes, address, size)
         rows = np.zeros((len(lanes), size), np.uint8)
         for some in np.unique(count[count > 0]).tolist():

@@ -8,7 +8,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.machine.async_proxy import AsyncProxy
 from lowbit.pylib.emulator.machine.barrier_object import SIZE, MBarrier, MBarriers
-from lowbit.pylib.emulator.machine.faults import Array, Fault, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of, require
 from lowbit.pylib.emulator.machine.landings import Landings
 from lowbit.pylib.emulator.machine.races import WARPGROUP, ClusterRaceDetector, RaceDetector, bytes_of
 
@@ -94,7 +94,7 @@ class SharedMemory:
         row = self.locate(lanes, address, size)
         self._tell(lanes, row, size, by)
         state = self.state.reshape(-1, size)[row]
-        if state.any():  # not READABLE
+        if any_of(state):  # not READABLE
             self._refuse_read(lanes, row, size, state, by == self.rank, lanes[:, None] if by == self.rank else None)
         if self.races and by == self.rank and not atomic:
             self.races.read(lanes, row, size)
@@ -117,7 +117,7 @@ class SharedMemory:
             lanes,
             "read of another thread's cp.async without a barrier after its wait",
         )
-        if bulk.any():
+        if any_of(bulk):
             arrived = state == LANDED
             if waiters is None:
                 arrived[:] = False
@@ -237,7 +237,7 @@ class SharedMemory:
         row = self.locate(lanes, address, 16)
         state = self.state.reshape(-1, 16)[row]
         empty = state == EMPTY
-        if state[~empty].any():
+        if any_of(state[~empty]):
             warpgroup = np.arange(first, first + WARPGROUP)[None]
             self._refuse_read(lanes, row, 16, np.where(empty, READABLE, state), False, warpgroup)
         if self.races:
@@ -299,7 +299,7 @@ class SharedMemory:
             landed = np.flatnonzero((self.state == LANDED) & (self.copier != BULK))
             waited = members[self.copier[landed]]
             self.state[landed[waited]] = READABLE
-            self._landed = not waited.all()
+            self._landed = not all_of(waited)
         self._publish_all(members, initialised)
 
     def synchronize(self) -> None:

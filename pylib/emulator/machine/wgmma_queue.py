@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowbit.pylib.emulator.machine.faults import Array, Fault
+from lowbit.pylib.emulator.machine.faults import Array, Fault, any_of
 from lowbit.pylib.emulator.machine.shared_memory import WARPGROUP, SharedMemory
 from lowbit.pylib.emulator.text.ptx import Kernel, Reg, Vector
 
@@ -29,7 +29,7 @@ class Flight:
     def touch(self, mask: Array | None) -> None:
         """An ordinary instruction uses the register."""
         busy = self._users > 0 if mask is None else mask & (self._users > 0)
-        if busy.any():
+        if any_of(busy):
             name, lane = self._queue.names[self.number], int(np.flatnonzero(busy)[0])
             raise Fault(f"{name} is used while a wgmma with it is in flight: wgmma.wait_group comes first", lane)
         np.copyto(self._touched, self._queue.fences, where=True if mask is None else mask)
@@ -76,7 +76,7 @@ class WgmmaQueue:
         """Registers are used as `role`."""
         lanes, group = slice(first, first + WARPGROUP), first // WARPGROUP
         stale = self.touched[registers, lanes] == self.fences[lanes]
-        if stale.any():
+        if any_of(stale):
             which, lane = (int(i[0]) for i in np.nonzero(stale))
             name = self.names[registers[which]]
             used = f"since {name} was used by another instruction"
@@ -84,7 +84,7 @@ class WgmmaQueue:
             raise Fault(f"no wgmma.fence {since}", first + lane)
         roles = self.roles[registers, group]
         others = (self.users[registers, first] > 0) & (roles != role)
-        if others.any():
+        if any_of(others):
             which = int(np.flatnonzero(others)[0])
             other = "A" if roles[which] == "A" else f"accumulator of {roles[which]}"
             what = f"{self.names[registers[which]]} is in use as {other} by a wgmma in flight"
