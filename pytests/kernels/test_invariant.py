@@ -113,7 +113,7 @@ def test_on_a_gpu_a_row_has_the_bits_that_it_has_alone(name: str, target: str) -
 @pytest.mark.parametrize("sizes", [(1024, 2048), (4096, 4096)], ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_on_this_gpu_a_row_has_the_bits_that_it_has_alone(name: str, sizes: tuple[int, int]) -> None:
-    """By all kernels that are chosen for up to 300 rows, first and last, beside a row of NaN, with gaps between rows."""
+    """By all kernels that are chosen for up to 300 rows, first and last, beside rows of NaN, with gaps between."""
     spec = replace(INVARIANT[name], **dict(zip(("n", "k"), sizes)))
     x, tensors = random_inputs(spec, 300, 1)
     mm = lowbit.compile(spec)
