@@ -30,6 +30,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.top_k import TopK
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
+from lowbit.passes.kernels.eight_bit_in_order.schedule import EightBitInOrderSchedule
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
@@ -74,6 +75,7 @@ __all__ = [
     "Calibration",
     "Checkpoint",
     "CheckpointError",
+    "EightBitInOrderSchedule",
     "EightBitPrefillMmaSchedule",
     "EightBitPrefillSchedule",
     "EightBitSchedule",

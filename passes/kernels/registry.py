@@ -14,6 +14,7 @@ from lowbit.passes.kernels.dequantize.family import Dequantize
 from lowbit.passes.kernels.eight_bit.family import EightBit
 from lowbit.passes.kernels.eight_bit_experts.family import EightBitExperts
 from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMma
+from lowbit.passes.kernels.eight_bit_in_order.family import EightBitInOrder
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill_mma.family import EightBitPrefillMma
 from lowbit.passes.kernels.experts.family import Experts
@@ -38,6 +39,7 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     Prepack(),
     EightBit(),
     EightBitPrefill(),
+    EightBitInOrder(),
     EightBitPrefillMma(),
     Experts(),
     ExpertsMma(),

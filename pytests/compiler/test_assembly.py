@@ -51,6 +51,7 @@ KERNELS: dict[str, tuple[str, MatmulSpec, int, str]] = {  # family, spec, tokens
     "prepack": ("prepack", U4, 0, "sm_80"),
     "eight_bit": ("eight_bit", BYTES, 16, "sm_80"),
     "eight_bit_prefill": ("eight_bit_prefill", BYTES, 256, "sm_90a"),
+    "eight_bit_in_order": ("eight_bit_in_order", replace(BYTES, weight="i4", invariant=True), 256, "sm_90a"),
     "eight_bit_prefill_mma": ("eight_bit_prefill_mma", BYTES, 128, "sm_80"),
     "experts": ("experts", EXPERTS, 128, "sm_90a"),
     "experts_mma": ("experts_mma", EXPERTS, 16, "sm_80"),

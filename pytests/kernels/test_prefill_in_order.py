@@ -12,12 +12,13 @@ import torch
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.base import KernelRequest
+from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
+from lowbit.passes.kernels.eight_bit_in_order.schedule import EightBitInOrderSchedule
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill_in_order.legality import products_of
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
-from lowbit.passes.kernels.registry import FAMILIES, request
+from lowbit.passes.kernels.registry import FAMILIES, family_of, request
 from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling import choice, order_choice, order_tables
@@ -50,9 +51,19 @@ SPECS = {
     "q4_k": S.preset("q4_k", 128, 2 * K),
     "q3_k": S.preset("q3_k", 128, 2 * K),
     "nested nf4": S.preset("nf4_nested", 128, K, act="bf16"),
+    "fp8": S(136, K, "f8e4m3", compute="f8e4m3", bias=True),
+    "groups in fp8": S(128, K, "f8e4m3", 128, compute="f8e4m3"),
+    "scales of rows beside groups in fp8": S(128, K, "u4", 64, compute="f8e4m3", row_scales=True),
+    "signed codes in fp8": S(128, K, "i4", 256, compute="f8e4m3"),
+    "in i8": S(128, K, "i8", compute="i8"),
+    "scales of rows in i8": S(128, K, "i4", compute="i8", row_scales=True),
+    "groups in i8": S(128, K, "u4", 128, compute="i8"),
+    "zeros in i8": S(256, K, "u4", 64, zeros="int", compute="i8", epilogue="silu_mul"),
+    "zeros of rows in i8": S(128, K, "u8", zeros="int", compute="i8"),
 }
 TARGET = parse_target("emulator:sm_90a")
 DECODE, PREFILL = FAMILIES["decode"], FAMILIES["prefill_in_order"]
+OF_BYTES = FAMILIES["eight_bit"], FAMILIES["eight_bit_in_order"]
 TILE = 160
 """A token tile that schedules are chosen for: `ROWS` are whole and cut tiles of these."""
 
@@ -65,12 +76,16 @@ def in_order(family: Any, spec: lowbit.MatmulSpec, tile: int, order: SumOrder) -
     return [s for group in family.in_order(spec.for_tokens(1), tile, TARGET, order) for s in group.schedules]
 
 
+def has_order(family: Any, spec: lowbit.MatmulSpec, tile: int, order: SumOrder) -> bool:
+    return any(group.schedules for group in family.in_order(spec.for_tokens(1), tile, TARGET, order))
+
+
 def multiplied(spec: lowbit.MatmulSpec, schedule: Any, order: SumOrder, x: torch.Tensor, tensors: Any) -> torch.Tensor:
     """Returns y by a kernel with a schedule, as if its order had been chosen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "order_of", lambda spec, target: order)
         mm = Matmul(spec, TARGET, schedule)
-        assert mm.choices.launches(len(x))[0].schedule == schedule
+        assert mm.kernel(len(x)).schedule == schedule
         return mm(x, mm.pack(**tensors))
 
 
@@ -78,13 +93,14 @@ def multiplied(spec: lowbit.MatmulSpec, schedule: Any, order: SumOrder, x: torch
 def test_rows_of_a_prompt_have_the_bits_that_few_have(name: str) -> None:
     """Of several chains and parts of k where a format has such orders; beside a row of NaN, in cut and whole tiles."""
     spec, chance = invariant(name), random.Random(name)
-    families = ((DECODE, 8), (PREFILL, TILE))
-    orders = [o for o in DECODE.orders(spec, TARGET) if all(in_order(f, spec, tile, o) for f, tile in families)]
-    order = max(orders, key=lambda o: ((o.split_k > 1) + (o.warps_k > 1), chance.random()))
+    for_few, for_many = OF_BYTES if spec.compute else (DECODE, PREFILL)
+    orders = sorted(for_few.orders(spec, TARGET), key=lambda o: ((o.split_k > 1) + (o.warps_k > 1), chance.random()))
+    both = (o for o in reversed(orders) if has_order(for_few, spec, 8, o) and has_order(for_many, spec, TILE, o))
+    order = next(both)
     x, tensors = random_inputs(spec, ROWS, 1)
     x[70] = float("nan")
-    few = multiplied(spec, in_order(DECODE, spec, 8, order)[-1], order, x[:8], tensors)
-    many = multiplied(spec, chance.choice(in_order(PREFILL, spec, TILE, order)), order, x, tensors)
+    few = multiplied(spec, in_order(for_few, spec, 8, order)[-1], order, x[:8], tensors)
+    many = multiplied(spec, chance.choice(in_order(for_many, spec, TILE, order)), order, x, tensors)
     assert torch.equal(many[:8], few)
     assert many[70].isnan().all() and not many[-1].isnan().any()
 
@@ -148,6 +164,10 @@ OF_MORE_NUMBERS = {
     "q4_1": S.preset("q4_1", 8192, 8192),
     "q4_k": S.preset("q4_k", 8192, 8192),
     "q6_k": S.preset("q6_k", 8192, 8192),
+    "fp8": S(8192, 8192, "f8e4m3", compute="f8e4m3"),
+    "zeros in fp8": S(8192, 8192, "u4", 128, zeros="int", compute="f8e4m3"),
+    "i8": S(8192, 8192, "i8", compute="i8"),
+    "groups of i4 in i8": S(8192, 8192, "i4", 64, compute="i8"),
 }
 
 
@@ -155,18 +175,22 @@ OF_MORE_NUMBERS = {
 def test_few_spills_beside_sums_of_x_and_second_levels(name: str) -> None:
     """Whether these kernels are chosen or not, the one that is predicted to be the fastest."""
     spec, target = replace(OF_MORE_NUMBERS[name], invariant=True), parse_target("sm_90a")
-    groups = PREFILL.in_order(spec, 512, target, order_choice.order_of(spec, target))
+    family = OF_BYTES[1] if spec.compute else PREFILL
+    groups = family.in_order(spec, 512, target, order_choice.order_of(spec, target))
     found = [s for group in groups for s in group.schedules]
-    best = min(found, key=lambda s: PREFILL.predict(spec, 512, s, target))
+    best = min(found, key=lambda s: family.predict(spec, 512, s, target))
     check_registers(request(spec, target, best), most=128)
 
 
-@pytest.mark.parametrize("size", [(4096, 4096), (6144, 2560), (57344, 8192)], ids=str)
-def test_prompts_are_one_launch(size: tuple[int, int]) -> None:
+PROMPTS = [((4096, 4096), None), ((6144, 2560), None), ((57344, 8192), None), ((8192, 8192), "i8")]
+
+
+@pytest.mark.parametrize(("size", "compute"), PROMPTS, ids=str)
+def test_prompts_are_one_launch(size: tuple[int, int], compute: Any) -> None:
     """And few tokens are predicted to take no longer than `SLACK` allows because of it."""
-    spec = S(*size, "u4", 128, invariant=True)
-    choices = lowbit.compile(spec, "sm_90a").choices
-    assert [kernel.family for m in (200, 512, 5000) for kernel in choices.launches(m)] == ["prefill_in_order"] * 3
+    spec = S(*size, "u4", 128, compute=compute, invariant=True)
+    choices, name = lowbit.compile(spec, "sm_90a").choices, "eight_bit_in_order" if compute else "prefill_in_order"
+    assert [kernel.family for m in (200, 512, 5000) for kernel in choices.launches(m)] == [name] * 3
     ranked = order_choice.ranked_orders(spec, TARGET, 1.5)
     chosen = next(r for r in ranked if r.order == order_choice.predicted_order(spec, TARGET))
     assert chosen.few <= order_choice.SLACK * min(r.few for r in ranked)
@@ -187,11 +211,22 @@ def test_prompts_are_one_launch(size: tuple[int, int]) -> None:
             PrefillInOrderSchedule(order_split_k=2, order_warps_k=2, order_step_k=128),
             "chains of 256 columns are no whole rounds of 512 columns; take another",
         ),
+        (S(128, 1024, "u4", 128, compute="i8"), EightBitInOrderSchedule(), "invariant matmuls; take an EightBitP"),
+        (
+            S(128, 1024, "i4", compute="f8e4m3", invariant=True),
+            EightBitInOrderSchedule(),
+            "does not serve sums of x in f8e4m3 over whole rows, which depend on their order; take an EightBitSchedule",
+        ),
+        (
+            S(128, 1024, "u4", 256, compute="i8", invariant=True),
+            EightBitInOrderSchedule(order_warps_k=2, order_step_k=256),
+            "panels of panel_k=128 columns do not hold products of 256; take another panel_k",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(spec: lowbit.MatmulSpec, schedule: PrefillInOrderSchedule, message: str) -> None:
+def test_what_does_not_fit_is_refused(spec: lowbit.MatmulSpec, schedule: KernelSchedule, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        PREFILL.check(spec, schedule, TARGET)
+        family_of(schedule).check(spec, schedule, TARGET)
 
 
 def test_a_measured_order_is_taken(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Index, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.codes import Codes, HeldCodes, Round, StagedCodes, turn
 from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan
+from lowbit.passes.kernels.eight_bit_prefill.sums_of_x import Offsets
 from lowbit.passes.kernels.eight_bit_prefill.weight_bytes import bytes_from
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.persistent.stores import epilogue_of
@@ -20,9 +21,10 @@ from lowbit.passes.kernels.scales.round_scales import RoundScales
 class ByteWeight:
     """Loads the weight in program `p`.
 
-    codes  what brings codes. Numbers of groups go straight to registers, as `HeldCodes` do: they take turns there, and
-           come from the L2 cache.
-    bytes  what makes bytes of them
+    codes    what brings codes. Numbers of groups go straight to registers, as `HeldCodes` do: they take turns there,
+             and come from the L2 cache.
+    bytes    what makes bytes of them
+    offsets  what sums of x are multiplied by, where these make up for zeros
     """
 
     registers: WeightRegisters
@@ -34,6 +36,7 @@ class ByteWeight:
             StagedCodes(p, plan, packed.at, packed.layout) if plan.held.code_stages else HeldCodes(plan, packed.at)
         )
         self.bytes = bytes_from(p, plan, self.codes, self.scales)
+        self.offsets = Offsets(p, plan, self.scales)
 
     def begin(self, row_tile: Scalar, index: Index) -> None:
         """Starts to load the beginning of a tile's first round, which is number `index`; brings the rest nearer."""
@@ -80,20 +83,36 @@ class ByteWeight:
         registers.scales[name][place] = self.scales.at(name, *round_, number).load()
         self.scales.at(name, *coming, i).prefetch()
 
+    def scaled(self, total: Tile, row_tile: Scalar, sums_of_x: Tile | None) -> Tile:
+        """Returns the sums of a chain times the scales of rows, if these have one for all columns, with zeros or
+        offsets added by the sums of x [1, tokens]."""
+        scale = self.bytes.row_scale(row_tile)
+        if scale is None:
+            return total
+        result = self.p.mul(total, scale)
+        return result if sums_of_x is None else self.p.fma(self.offsets.of_rows(row_tile), sums_of_x, result)
+
     def finish_of(self, row_tile: Scalar) -> Finish:
-        """Returns what multiplies sums by the scales of rows, if rows have one for all columns, and of tokens."""
+        """Returns what multiplies sums by the scales of rows, if rows have one for all columns, and of tokens. In an
+        order of sums chains have been scaled, and scales of tokens come first, as in kernels for few."""
         p, spec, epilogue = self.p, self.plan.spec, epilogue_of(self.p, self.plan.base)
+
+        def row_scaled(total: Tile) -> Tile:
+            if not spec.row_scales:
+                return total
+            first_row = row_tile * (ROWS * self.plan.base.tiles.unit)
+            return p.mul(total, epilogue.per_row("row_scales", "f32", total, first_row))
+
+        def finish_in_order(total: Tile, token: Scalar) -> Tile:
+            return row_scaled(p.mul(total, self._scales_of_x(token, total.layout.reduce((0,)))))
 
         def finish(total: Tile, token: Scalar) -> Tile:
             scale = self.bytes.row_scale(row_tile)
             if scale is not None:
                 total = p.mul(total, scale)
-            if spec.row_scales:
-                first_row = row_tile * (ROWS * self.plan.base.tiles.unit)
-                total = p.mul(total, epilogue.per_row("row_scales", "f32", total, first_row))
-            return p.mul(total, self._scales_of_x(token, total.layout.reduce((0,))))
+            return p.mul(row_scaled(total), self._scales_of_x(token, total.layout.reduce((0,))))
 
-        return finish
+        return finish_in_order if self.plan.base.schedule.order else finish
 
     def _scales_of_x(self, token: Scalar, layout: Layout) -> Tile:
         """The scales [1, tokens] of rows of x, from a token on; of slots, those of the rows that a list names."""

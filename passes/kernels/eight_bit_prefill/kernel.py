@@ -17,6 +17,9 @@ this: the tensor core adds them up.
         load codes and scales of later panels otherwise
     at the end of a tile: times the scale of the token, add the bias, convert, store
 
+In an order of sums (`passes.kernels.eight_bit_in_order`) k is visited chain by chain, codes are multiplied as they are
+stored, and sums of x make up for zeros and signs (`eight_bit_prefill.sums_of_x`).
+
 A tile of T tokens takes T / 2 registers of a thread for its sums, and T / 2 / parts for each set for products. So there
 are none for codes of later panels: they wait in shared memory, a few panels ahead (`eight_bit_prefill.codes`). Blocks
 that split k need that room for sums, and have codes of the next panel in registers. Scales and zeros of later panels

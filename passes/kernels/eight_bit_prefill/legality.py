@@ -88,17 +88,17 @@ def check_weight(plan: BytesPlan[PrefillSchedule], others: str) -> None:
     if not plan.base.round.divides_groups:
         groups = f"groups of {spec.group_size} and rounds of {plan.base.round.step} columns"
         raise SpecError(f"schedule: {groups} must divide one another; {others}")
-    if spec.zeros == "int" and spec.dtype.bits == 8 and not spec.folds:
+    if spec.zeros == "int" and spec.dtype.bits == 8 and not spec.folds and plan.subtracts:
         differences = f"{spec.weight} with zeros={spec.zeros!r} has differences of codes and zeros"
         raise SpecError(f"schedule: {differences} that are no bytes; {others}")
 
 
-def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
+def spills(spec: MatmulSpec, s: EightBitPrefillSchedule, more: int = 0) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums and for products, for two panels'
-    fragments, for what is loaded, and for what kernels were seen to need besides."""
+    fragments, for what is loaded, for what kernels were seen to need besides, and so many more."""
     plan = bytes_plan(spec, s, WGMMA)
     needed = _folded_registers(plan) if spec.folds else _code_registers(plan)
-    return s.tokens // 2 + s.panel_k // 4 + needed > _MOST_REGISTERS
+    return s.tokens // 2 + s.panel_k // 4 + needed + more > _MOST_REGISTERS
 
 
 def _code_registers(plan: _Plan) -> int:

@@ -45,6 +45,8 @@ class Products:
             yield GroupColumns(0, width, 0)
             return
         most = width if self.keeps_sums or spec.compute == "i8" else PROMOTED
+        if self.base.schedule.order and not self.keeps_sums:
+            most = self.base.tiles.chains.product_columns
         group = self.base.round.step // max(1, self.base.scaling.groups)
         first, end = panel * width, (panel + 1) * width
         while first < end:
@@ -145,14 +147,20 @@ class BytesPlan(Generic[S_co]):
         return Held(self.base, self.products)
 
     @property
+    def subtracts(self) -> bool:
+        """Tells whether zeros and offsets are subtracted from codes. In an order of sums they are not: kernels for few
+        tokens multiply codes as they are stored, and make up for them with sums of x."""
+        return self.base.schedule.order is None
+
+    @property
     def offset(self) -> int:
         """The number that is subtracted from every code where there are no zeros."""
-        return 0 if self.spec.zeros == "int" else int(zero_code(self.spec.dtype))
+        return int(zero_code(self.spec.dtype)) if self.subtracts and self.spec.zeros != "int" else 0
 
     @property
     def has_signs(self) -> bool:
         """Tells whether integers are negative, too, once zeros and offsets are subtracted."""
-        return self.spec.zeros == "int" or self.offset > 0
+        return self.subtracts and (self.spec.zeros == "int" or self.offset > 0)
 
     @property
     def in_f16(self) -> BytesPlan[S_co]:

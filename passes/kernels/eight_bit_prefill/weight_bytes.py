@@ -68,7 +68,7 @@ class PlainBytes:
         element, zeros = spec.x.operand, None
         if spec.compute == "i8" and not plan.has_signs:
             element = "ui8"
-        if spec.zeros == "int":
+        if spec.zeros == "int" and plan.subtracts:
             loaded = registers.scales["zeros"][columns.group % plan.held.groups]
             zeros = p.reshape(loaded, self._scales.row_layout.shape)
         decoded = p.decode_bytes(codes, element, self._layout, zeros, plan.offset)

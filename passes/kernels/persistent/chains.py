@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from lowbit.dialect.formats.byte_codes import PROMOTED
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.round import Round
 from lowbit.passes.kernels.sum_order import SumOrder
@@ -60,10 +61,20 @@ class Chains:
             return ""
         if length % step and step % length:
             return f"rounds of {length} columns and steps of {step} do not divide each other"
-        group = math.gcd(self.spec.packing.padded_group or length, length)
+        group = math.gcd(self.spec.packing.padded_group or step, length)
         if any(step % width for width in (panel_k, self.round.piece, group)):
             return f"steps of {step} columns do not hold panels of {panel_k} columns and groups of {group}"
         return ""
+
+    @property
+    def product_columns(self) -> int:
+        """Columns of the products that kernels for few tokens add up from zero, of a given order: those of a group, or
+        of a step where groups are longer, and of e4m3 no more than are promoted at a time. 0 where rows have one scale,
+        so that a chain's products are added to its sums directly."""
+        group, step, promoted = self.spec.packing.padded_group, self.order.step_k, self.spec.compute == "f8e4m3"
+        if group is None and not promoted:
+            return 0
+        return min(group or step, step, PROMOTED if promoted else step)
 
     @property
     def are_whole(self) -> bool:

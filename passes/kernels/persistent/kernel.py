@@ -93,6 +93,7 @@ class Kernel:
         self.plan, self.schedule, self._parts = plan, plan.schedule, parts
         spec, cluster = plan.spec, plan.schedule.cluster_blocks  # whose blocks are side by side along axis 1
         names = [slot.name for slot in spec.tensors] + ["x_scales"] * (spec.compute is not None)
+        names += ["x_sums"] * (spec.compute is not None and plan.scaling.sums_x)
         names += [*spec.call_inputs, *["workspace"] * plan.schedule.streams, "y"]
         kinds = plan.x.kinds | dict.fromkeys(names, "pointer") | {"m": "i32"}
         resident = plan.schedule.resident

@@ -76,11 +76,13 @@ class PersistentPlan:
 
     @property
     def sums_of_x_bytes(self) -> int:
-        """Shared memory of the sums of x over groups, where these make up for zeros: those of every stage."""
-        s, group = self.schedule, self.spec.packing.padded_group
-        if not (self.scaling.sums_x and s.order and group):
+        """Shared memory of the sums of x, where these make up for zeros: over products those of every stage, else those
+        of a chain."""
+        s = self.schedule
+        if not self.scaling.sums_x:
             return 0
-        return 4 * s.num_stages * s.tokens * (s.panel_k // min(group, s.order.step_k))
+        columns = self.tiles.chains.product_columns
+        return 4 * s.tokens * (s.num_stages * (s.panel_k // columns) if columns else 1)
 
     @property
     def weight_bytes(self) -> int:

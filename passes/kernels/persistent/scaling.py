@@ -161,8 +161,12 @@ class Scaling:
 
     @property
     def sums_x(self) -> bool:
-        """Tells whether sums of x make up for zeros and offsets."""
-        return self.scaled is Scaled.PRODUCTS and not self.spec.compute and self.spec.zeros in ("float", "offset")
+        """Tells whether sums of x make up for zeros and offsets; where an order of sums is given, for those of bytes,
+        too, which kernels for few tokens multiply as they are stored."""
+        spec = self.spec
+        if spec.compute:
+            return self.round.schedule.order is not None and (spec.zeros != "none" or spec.dtype.kind == "int")
+        return self.scaled is Scaled.PRODUCTS and spec.zeros in ("float", "offset")
 
     @property
     def exponent(self) -> int:

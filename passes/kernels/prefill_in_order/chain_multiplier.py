@@ -1,13 +1,9 @@
 """Numbers of x's type, multiplied by wgmma chain by chain: `ChainMultiplier`.
 
-    total = 0
-    for chain of the order:
-        sums = 0
-        for round of the chain:                     whose columns may lie apart (`Chains`)
-            for panel, product of the panel:
-                p = weights x^T                     from zero, in registers of its own
-                sums = sums + scale * p             and + offset * (sums of x), which make up for zeros and offsets
-        total = total + sums
+    for chain, round of the chain:                  (`chain_by_chain`)
+        for panel, product of the panel:
+            p = weights x^T                         from zero, in registers of its own
+            sums = sums + scale * p                 and + offset * (sums of x), which make up for zeros and offsets
 
 Products are begun and not waited for; while one is under way, that before it is scaled and added (`PromotedSums`).
 """
@@ -20,6 +16,7 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums, Zeros
+from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
@@ -92,21 +89,19 @@ class ChainMultiplier:
         self.weight.scales.await_copies()
 
     def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
-        p, chains, sums, count = self.p, self.plan.tiles.chains, self._sums[turn.shape.tokens], len(carried)
-        with p.loop(0, chains.count, [*carried, *self._nothing(turn.shape.tokens)]) as every:
-            sums.begin_tile()
-            with p.loop(every.index * chains.rounds, chains.rounds, every.carried[:count]) as chain:
-                chain.results = self._round(turn, sums, chain.index, self.weight.registers.like(chain.carried))
-            of_chain = [self.weight.scaled(each, turn.here.row_tile) for each in sums.end_tile()]
-            totals = zip(every.carried[count:], of_chain, strict=True)
-            every.results = [*chain.carried, *(p.add(total, each) for total, each in totals)]
-        self.panels.copy_first_of_slice(turn, order)
-        return every.carried[:count], every.carried[count:]
+        tokens = turn.shape.tokens
+        sums, parts = self._sums[tokens], self.products.parts_of(tokens) if self.products.columns else 1
 
-    def _nothing(self, tokens: int) -> list[Tile]:
-        """What the sums of the first chain are added to, part by part, so that they stay as they are: -0 is."""
-        parts = self.products.parts_of(tokens) if self.products.columns else 1
-        return [self.p.constant(-0.0, "f32", self._layout(tokens // parts)) for _ in range(parts)]
+        def round_(index: Scalar, carried: list[Tile]) -> list[Tile]:
+            return self._round(turn, sums, index, self.weight.registers.like(carried))
+
+        def scaled(chain: Scalar, of_chain: list[Tile]) -> list[Tile]:
+            return [self.weight.scaled(each, turn.here.row_tile) for each in of_chain]
+
+        layouts = [self._layout(tokens // parts)] * parts
+        found = chain_by_chain(self.p, self.plan.tiles.chains, sums, layouts, carried, round_, scaled)
+        self.panels.copy_first_of_slice(turn, order)
+        return found
 
     def leave(self) -> None:
         """Does nothing: products end before sums are read."""

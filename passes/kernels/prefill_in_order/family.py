@@ -14,6 +14,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.family import PersistentFamily
+from lowbit.passes.kernels.persistent.ordered import cut_of
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE
 from lowbit.passes.kernels.persistent.slices import with_slices
@@ -60,8 +61,7 @@ class PrefillInOrder(PersistentFamily[PrefillInOrderSchedule]):
     def in_order(
         self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder
     ) -> Iterable[Candidates[PrefillInOrderSchedule]]:
-        cut = {f"order_{name}": getattr(order, name) for name in ("split_k", "warps_k", "step_k")}
-        allowed = PrefillInOrderSchedule.allowed
+        cut, allowed = cut_of(order), PrefillInOrderSchedule.allowed
         misfit = not spec.invariant or not target.has_wgmma or legality.misfit(spec)
         if misfit or order.products != legality.products_of(spec) or any(v not in allowed[f] for f, v in cut.items()):
             return

@@ -18,8 +18,7 @@ MMA_TOKENS = 8  # of an instruction
 class Products:
     """The products of a plan: as many columns each as kernels for few tokens add up from zero.
 
-    columns  of a product: of a group, or of a step where groups are longer; 0 where there is one scale per row, so that
-             a chain's products are added to its sums directly
+    columns  of a product (`Chains.product_columns`)
     """
 
     plan: PersistentPlan
@@ -27,8 +26,7 @@ class Products:
 
     @property
     def columns(self) -> int:
-        group = self.plan.spec.packing.padded_group
-        return 0 if group is None else min(group, self.schedule.order_step_k)
+        return self.plan.tiles.chains.product_columns
 
     @property
     def misfit(self) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.persistent.ordered import CUTS, Ordered
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
-from lowbit.passes.kernels.sum_order import SumOrder
 
 
 @dataclass(frozen=True)
-class PrefillInOrderSchedule(PrefillSchedule):
+class PrefillInOrderSchedule(Ordered, PrefillSchedule):
     """The free choices of the prefill kernel of invariant matmuls: those of `PrefillSchedule` that leave the order of
     sums alone, the order, and how products are added to sums.
 
@@ -28,22 +28,13 @@ class PrefillInOrderSchedule(PrefillSchedule):
 
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **PrefillSchedule.allowed,
-        "num_stages": (4, 5, 6, 7, 8),
-        "split_k": (1,),
-        "stream_k": ("off",),
-        "last_split_k": (1,),
-        "order_split_k": tuple(range(1, 9)),
-        "order_warps_k": tuple(range(1, 33)),
-        "order_step_k": tuple(range(16, 4097, 16)),
+        **CUTS,
         "parts": (1, 2, 3, 4),
         "banks": (1, 2),
     }
 
     tokens: int = 96
     panel_k: int = 128
-    order_split_k: int = 1
-    order_warps_k: int = 1
-    order_step_k: int = 128
     parts: int = 2
     banks: int = 2
 
@@ -51,10 +42,6 @@ class PrefillInOrderSchedule(PrefillSchedule):
         super().__post_init__()
         if self.tokens % (8 * self.parts):
             raise SpecError(f"schedule: parts={self.parts} must cut tokens={self.tokens} into multiples of 8")
-
-    @property
-    def order(self) -> SumOrder:
-        return SumOrder(self.order_split_k, self.order_warps_k, self.order_step_k)
 
     @property
     def part_tokens(self) -> int:
