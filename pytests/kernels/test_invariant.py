@@ -26,6 +26,7 @@ from lowbit.passes.scheduling.order_choice import order_of
 from lowbit.passes.scheduling.tables import Entry, Key, Table
 from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
+from lowbit.pylib.build import kernels
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference.inputs import random_inputs, random_residual
 from lowbit.pylib.runtime.expert_matmul import EmulatorLaunches
@@ -337,6 +338,7 @@ def of_order(
     """Returns what multiplies by a kernel, as if its order had been chosen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "order_of", lambda spec, target: order)
+        patch.setattr(kernels, "chooser_of", choice.Chooser)  # not one that has asked for the order before
         mm = Matmul(spec, target, schedule)
         assert mm.choices.launches(schedule.tokens)[0].schedule == schedule
         return multiply_of(mm, tensors)

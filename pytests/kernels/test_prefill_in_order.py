@@ -23,6 +23,7 @@ from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling import choice, order_choice, order_tables
 from lowbit.passes.targets import parse_target
+from lowbit.pylib.build import kernels
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference.inputs import random_inputs
 
@@ -84,6 +85,7 @@ def multiplied(spec: lowbit.MatmulSpec, schedule: Any, order: SumOrder, x: torch
     """Returns y by a kernel with a schedule, as if its order had been chosen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "order_of", lambda spec, target: order)
+        patch.setattr(kernels, "chooser_of", choice.Chooser)  # not one that has asked for the order before
         mm = Matmul(spec, TARGET, schedule)
         assert mm.kernel(len(x)).schedule == schedule
         return mm(x, mm.pack(**tensors))
