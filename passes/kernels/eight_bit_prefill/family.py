@@ -9,6 +9,7 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
+from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES as FEW_TILES
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _FEW = tuple(tile for tile in FEW_TILES if 1 < tile <= MOST_UNFOLDED)
 TOKEN_TILES = (*_FEW, *(tile for tile in PREFILL_TILES if tile > MOST_UNFOLDED))
 """Numbers of tokens that a schedule is chosen for."""
+_WITH_SUMS = 32
 _TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
 PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 """Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
@@ -49,7 +51,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
         if not spec.compute or not target.has_wgmma:
             return ()
         groups = self.groups(spec, TOKEN_TILES[0], target)
-        return served_tiles(spec) if any(group.schedules for group in groups) else ()
+        return served_tiles(spec, _least_tile(spec)) if any(group.schedules for group in groups) else ()
 
     def groups(
         self, spec: MatmulSpec, token_tile: int, target: Target
@@ -129,7 +131,13 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
         return legality.spills(spec, schedule)
 
 
-def served_tiles(spec: MatmulSpec, least: int = _FEW[-1]) -> tuple[int, ...]:
+def _least_tile(spec: MatmulSpec) -> int:
+    """From how many tokens on these kernels are compared with the eight_bit ones, which take about twice as long where
+    sums of x make up for zeros or for the offset of codes."""
+    return _WITH_SUMS if spec.zeros != "none" or zero_code(spec.dtype) else _FEW[-1]
+
+
+def served_tiles(spec: MatmulSpec, least: int) -> tuple[int, ...]:
     """Returns the numbers of tokens that are not left to the eight_bit kernels: from `least` on, and all where these
     kernels have none."""
     return tuple(tile for tile in TOKEN_TILES if tile >= least) if spec.multiplies_codes else TOKEN_TILES
