@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
 from benchmarks.environment import describe
 from benchmarks.publish import write_between_marks
 from benchmarks.results import Record, Results
-from benchmarks.tables import Size, find, formats, markdown, methods, notes, sizes, title, tokens_of
+from benchmarks.tables import Size, find, formats, markdown, methods, notes, sizes, title, tokens_of, weights_of
 from lowbit.dialect.errors import SpecError
 
 BEGIN, END = "<!-- invariant: begin -->", "<!-- invariant: end -->"
@@ -46,6 +46,8 @@ def page(results: Results) -> str:
         "bits where a row of x, the first and the last of all these numbers of tokens, gave one result in f16:"
     )
     parts = [head, ours, times_table(results, weight), means(results, weight), beside, others_table(results, weight)]
+    if other := [each for each in weights_of(results) if each != weight]:
+        parts += ["Other weights, in the same way:", weights_table(results, other)]
     return "\n\n".join([*parts, *notes(results)])
 
 
@@ -80,6 +82,17 @@ def others_table(results: Results, weight: Record) -> str:
         times = [_mean(results, peer, OURS, weight, [m]) for m in tokens]
         rows.append([DESCRIPTIONS[peer], _equal_bits(results, peer, weight), *times])
     return markdown(["method", "equal bits, sizes", *(f"m = {m}" for m in tokens)], rows)
+
+
+def weights_table(results: Results, weights: Sequence[Record]) -> str:
+    """A row for each weight, on the first of its sizes."""
+    tokens = sorted({m for weight in weights for m in tokens_of(results, weight)})
+    rows: list[list[str]] = []
+    for weight in weights:
+        size = sizes(results, weight)[0]
+        cells = (_cell(results, weight, size, m) for m in tokens)
+        rows.append([f"{title(weight)}, {size[0]} x {size[1]}", _equal_bits(results, OURS, weight), *cells])
+    return markdown(["weight", "equal bits, sizes", *(f"m = {m}" for m in tokens)], rows)
 
 
 def _equal_bits(results: Results, peer: str, weight: Record) -> str:

@@ -172,6 +172,9 @@ def invariant_results() -> Results:
             bits = ["1"] if peer == "lowbit-invariant" or n > 4096 else [str(m)]
             about = {"bytes": n * 2048, "row_bits": bits}
             results.add(record_of(peer, None if peer == "torch" else "u4", n, 4096, m, us) | about)
+    for peer, us in (("lowbit", 10.0), ("lowbit-invariant", 15.0)):
+        record = record_of(peer, "f8e4m3", 4096, 4096, 512, us) | {"compute": "f8e4m3", "group_size": None}
+        results.add(record | {"bytes": 4096 * 4096, "row_bits": ["1", "2"]})
     results.add(record_of("humming-invariant", "u4", 4096, 4096, 16) | {"skipped": "not installed"})
     return results
 
@@ -191,6 +194,7 @@ def test_publish_invariant(tmp_path: Path) -> None:
     assert "| vLLM's batch-invariant matmul, unquantized weight | 1 of 2 | 3.00 | 3.00 |" in text
     assert "| cuBLAS, unquantized weight | 1 of 2 | 2.00 | 2.00 |" in text
     assert "humming-invariant, u4: not installed" in text
+    assert "| f8e4m3, one scale per row, f16 in f8e4m3, 4096 x 4096 | 0 of 1 | 15.0 (1.50) |" in text
     assert CliRunner().invoke(app, ["table", str(results.path)]).output.strip() == invariant_page.page(results)
     with pytest.raises(SpecError, match="run invariant"):
         invariant_page.page(made_up(("u4",)))
