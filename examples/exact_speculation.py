@@ -68,7 +68,7 @@ class Text:
 
 
 @torch.no_grad()
-def main(count: int = 200) -> tuple[list[int], list[int]]:
+def main(count: int = 1000) -> tuple[list[int], list[int]]:
     """Decode so many tokens in both ways, and compare; returns the tokens of each."""
     model, prompt = small_model(), [5, 17, 3, 42, 8]
     with lowbit.batch_invariant():
