@@ -18,7 +18,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from allpairspy import AllPairs
-from kernel_cases import telling
+from sweeps import telling
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
+from sweeps import telling
 from tables import table
 
 from lowbit.dialect.errors import SpecError
@@ -17,7 +18,6 @@ from lowbit.passes.kernels.streaming.arithmetic import always_uses_raw_codes
 from lowbit.passes.kernels.streaming.legality import check_schedule
 from lowbit.passes.targets import parse_target
 
-T = TypeVar("T")
 TOKENS = (8, 16, 32, 64, 128, 256)  # that a schedule can be for
 MOST_WORK = 64  # mma instructions per warp and step, if there is a choice: LLVM and the emulator take time
 
@@ -80,23 +80,6 @@ def is_allowed(spec: MatmulSpec, schedule: Schedule, target: str) -> bool:
 
 def pairs(choice: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     return itertools.combinations(choice.items(), 2)
-
-
-def telling(rows: Iterable[T], features: Callable[[T], Iterable[Hashable]], most: int | None = None) -> list[T]:
-    """Returns rows that have all features that any row has, or, of at most so many rows, nearly as many as these can:
-    at each turn the row with the most that are missing."""
-    places: dict[Hashable, int] = {}
-    left = [(row, sum(1 << places.setdefault(each, len(places)) for each in set(features(row)))) for row in rows]
-    found: list[T] = []
-    seen = 0
-    while left and len(found) != most:
-        number = max(range(len(left)), key=lambda number: (left[number][1] & ~seen).bit_count())
-        row, bits = left.pop(number)
-        if not bits & ~seen:
-            break
-        found.append(row)
-        seen |= bits
-    return found
 
 
 def covering(

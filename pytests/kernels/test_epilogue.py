@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sweeps import swept
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -60,23 +62,31 @@ def test_definition_is_that_of_torch(epilogue: str) -> None:
     np.testing.assert_allclose(matmul(spec, x, **tensors), gated(epilogue, gate, up), rtol=1e-12)
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+FAMILIES: list[tuple[str, int, dict[str, Any], str]] = [
+    ("cpu", 3, {"zeros": "float"}, "cpu"),
+    ("cpu", 70, {"act": "bf16"}, "cpu"),
+    ("cpu", 20, {"compute": "i8"}, "cpu"),
+    ("emulator:sm_80", 3, {"zeros": "int"}, "decode"),
+    ("emulator:sm_90a", 40, {"n": 80, "row_scales": True}, "decode"),
+    ("emulator:sm_90a", 1, {"outliers": True, "permuted": True}, "decode"),
+    ("emulator:sm_90a", 330, {"n": 208, "zeros": "float"}, "prefill"),
+    ("emulator:sm_80", 140, {"n": 176}, "prefill_mma"),
+    ("emulator:sm_90a", 9, {"compute": "i8", "out": "f32"}, "eight_bit"),
+    ("emulator:sm_90a", 140, {"compute": "f8e4m3", "n": 80}, "eight_bit_prefill"),
+    ("emulator:sm_90a", 140, {"compute": "f8e4m3", "fold_scales": True, "row_scales": True}, "eight_bit_prefill"),
+    ("emulator:sm_89", 140, {"compute": "f8e4m3"}, "eight_bit_prefill_mma"),
+]
+
+
+def meets(row: tuple[Any, ...]) -> Iterator[Hashable]:
+    """Yields what is to meet: every epilogue and every family on its target, and every case is there."""
+    epilogue, target, _, fields, family = row
+    yield epilogue, target, family
+    yield target, family, str(fields)
+
+
 @pytest.mark.parametrize(
-    ("target", "m", "fields", "family"),
-    [
-        ("cpu", 3, {"zeros": "float"}, "cpu"),
-        ("cpu", 70, {"act": "bf16"}, "cpu"),
-        ("cpu", 20, {"compute": "i8"}, "cpu"),
-        ("emulator:sm_80", 3, {"zeros": "int"}, "decode"),
-        ("emulator:sm_90a", 40, {"n": 80, "row_scales": True}, "decode"),
-        ("emulator:sm_90a", 1, {"outliers": True, "permuted": True}, "decode"),
-        ("emulator:sm_90a", 330, {"n": 208, "zeros": "float"}, "prefill"),
-        ("emulator:sm_80", 140, {"n": 176}, "prefill_mma"),
-        ("emulator:sm_90a", 9, {"compute": "i8", "out": "f32"}, "eight_bit"),
-        ("emulator:sm_90a", 140, {"compute": "f8e4m3", "n": 80}, "eight_bit_prefill"),
-        ("emulator:sm_90a", 140, {"compute": "f8e4m3", "fold_scales": True, "row_scales": True}, "eight_bit_prefill"),
-        ("emulator:sm_89", 140, {"compute": "f8e4m3"}, "eight_bit_prefill_mma"),
-    ],
+    ("epilogue", "target", "m", "fields", "family"), swept([(e, *case) for e in EPILOGUES for case in FAMILIES], meets)
 )
 def test_families(epilogue: str, target: str, m: int, fields: dict[str, Any], family: str) -> None:
     assert check(spec_of(epilogue, **fields), target, m) == family

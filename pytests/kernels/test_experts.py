@@ -6,7 +6,7 @@ Tables of tiles are made here in NumPy; `pylib` makes them in torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from emulated import HOPPER, run_launch, x_arguments
+from sweeps import swept
 from torch import Tensor
 
 import lowbit
@@ -199,8 +200,20 @@ def test_any_format(choices: dict[str, Any], schedule: AnySchedule) -> None:
     assert is_right(MatmulSpec(**spec), schedule, ids, 11)
 
 
-@pytest.mark.parametrize(("tile", "target"), [(8, AMPERE), *((tile, HOPPER) for tile in (8, 16, 32, 40, 64))], ids=str)
-@pytest.mark.parametrize("choices", [choices for choices, _ in CASES], ids=str)
+def meets(row: tuple[Any, ...]) -> Iterator[Hashable]:
+    """Yields what is to meet where formats are multiplied in tiles: every case and every engine, and every type of x
+    and kind of zeros and every tile."""
+    choices, tile, target = row
+    yield str(choices), str(target), tile > 16
+    yield from ((choices.get(name), tile, str(target)) for name in ("act", "zeros"))
+
+
+TILES_OF_FEW = [(8, AMPERE), *((tile, HOPPER) for tile in (8, 16, 32, 40, 64))]
+
+
+@pytest.mark.parametrize(
+    ("choices", "tile", "target"), swept([(c, *tile) for c, _ in CASES for tile in TILES_OF_FEW], meets), ids=str
+)
 def test_any_format_of_few_slots(choices: dict[str, Any], tile: int, target: Target) -> None:
     """By the kernel that is chosen, which streams weights unless they have outliers."""
     spec = MatmulSpec(**{"k": 512, "experts": 3} | choices)
@@ -249,10 +262,19 @@ def test_tiles_between_powers_of_two(slots: int, schedule: AnySchedule) -> None:
     assert is_right(MatmulSpec(4 * 48, 512, "u4", 64, experts=4), schedule, ids, 11, HOPPER)
 
 
+def meets_wgmma(row: tuple[Any, ...]) -> Iterator[Hashable]:
+    """Yields every case, and every type of x, kind of zeros and epilogue with every schedule."""
+    choices, schedule = row
+    yield str(choices)
+    yield from ((name, choices.get(name), schedule) for name in ("act", "zeros", "epilogue", "outliers"))
+
+
+BY_WGMMA = (ExpertsSchedule(64), ExpertsSchedule(64, 64, 6, gather=True), ExpertsSchedule(80))
+
+
 @pytest.mark.parametrize(
-    "schedule", [ExpertsSchedule(64), ExpertsSchedule(64, 64, 6, gather=True), ExpertsSchedule(80)], ids=str
+    ("choices", "schedule"), swept([(c, by) for c, _ in CASES for by in BY_WGMMA], meets_wgmma), ids=str
 )
-@pytest.mark.parametrize("choices", [choices for choices, _ in CASES], ids=str)
 def test_any_format_by_wgmma(choices: dict[str, Any], schedule: ExpertsSchedule) -> None:
     ids = np.random.default_rng(1).choice(3, 90, p=[0.5, 0.1, 0.4])
     spec: dict[str, Any] = {"k": 768, "experts": 3} | choices

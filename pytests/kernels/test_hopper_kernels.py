@@ -26,6 +26,7 @@ from kernel_cases import (
     tokens_of,
     work_of,
 )
+from sweeps import swept
 
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.spec import MatmulSpec
@@ -188,15 +189,17 @@ def live_memories() -> int:
 PER_WARP = ((16, 4, 2), (64, 8, 1), (128, 8, 2), (64, 16, 1), (256, 4, 1))  # tokens, warps along n and along k
 
 
+REFILLED = (("u4", "none", 128), ("i3", "float", 64), ("nf4", "none", None))  # weight, zeros, group
+
+
 @pytest.mark.parametrize(
-    ("weight", "zeros", "group"), [("u4", "none", 128), ("i3", "float", 64), ("nf4", "none", None)]
+    ("stored", "block", "num_stages"), swept(itertools.product(REFILLED, PER_WARP, (2, 3))), ids=str
 )
-@pytest.mark.parametrize(("tokens", "warps_n", "warps_k"), PER_WARP)
-@pytest.mark.parametrize("num_stages", [2, 3])
 def test_warps_that_refill_on_their_own(
-    weight: str, zeros: str, group: int | None, tokens: int, warps_n: int, warps_k: int, num_stages: int
+    stored: tuple[str, str, int | None], block: tuple[int, int, int], num_stages: int
 ) -> None:
     """Stages are filled and read two or three times, with no barrier among the warps that share them."""
+    (weight, zeros, group), (tokens, warps_n, warps_k) = stored, block
     step = {"i3": 256}.get(weight, 128) if tokens < 256 else 64
     spec = spec_of(weight, 16 * warps_n + 40, 8 * warps_k * step, group_size=group, zeros=zeros)
     schedule = Schedule(tokens, 1, warps_n, warps_k, step, num_stages, wgmma=True, refill="per_warp")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sweeps import swept
 from torch import Tensor
 
 import lowbit
@@ -239,9 +240,12 @@ CASES = [(target, 1, Heads(4, 2, 64), held) for target in TARGETS for held in (3
 CASES += [(target, 3, Heads(7, 1, 64), 90) for target in (TARGET, "cpu")] + [(TARGET, 64, Heads(2, 1, 64), 3)]
 
 
-@pytest.mark.parametrize(("target", "b", "heads", "held"), CASES)
+EXTRAS = ((True, 0.0, False), (False, 3.0, False), (False, 0.0, True), (True, 2.0, True))  # sunk, cap, added
+
+
 @pytest.mark.parametrize(
-    ("sunk", "cap", "added"), [(True, 0.0, False), (False, 3.0, False), (False, 0.0, True), (True, 2.0, True)]
+    ("target", "b", "heads", "held", "sunk", "cap", "added"),
+    swept((*case, *extra) for case in CASES for extra in EXTRAS),
 )
 def test_attention_with_sinks_caps_and_numbers_as_a_mask(
     target: str, b: int, heads: Heads, held: int, sunk: bool, cap: float, added: bool

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from eight_bit_problems import FITTING
-from kernel_cases import telling
+from sweeps import telling
 from tables import table
 
 from lowbit.dialect.bilevel import Bilevel

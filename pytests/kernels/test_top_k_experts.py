@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from emulated import HOPPER, run_launch
+from sweeps import swept
 from test_experts import by_expert
 from torch import Tensor
 
@@ -111,9 +113,9 @@ def chosen(spec: MatmulSpec, target: Target = HOPPER) -> TopKSchedule:
     return found
 
 
-@pytest.mark.parametrize("ids", ["i32", "i64"])
-@pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=str)
-@pytest.mark.parametrize("choices", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("choices", "target", "ids"), swept(product(CASES, (HOPPER, AMPERE), ("i32", "i64"))), ids=str
+)
 def test_a_row_for_every_id(choices: dict[str, Any], target: Target, ids: Any) -> None:
     spec = spec_of(choices, TopK(2, ids))
     assert is_right(spec, chosen(spec, target), IDS, target)

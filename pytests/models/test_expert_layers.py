@@ -6,12 +6,14 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sweeps import swept
 from torch import Tensor, nn
 
 import lowbit
@@ -676,9 +678,9 @@ def of_formats(name: str, formats: tuple[Any, ...], device: str = "cpu") -> Lowb
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tokens", [1, 9, 70])
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("name", "formats", "tokens"), swept(product(("qwen3-moe", "gpt-oss"), FORMATS, (1, 9, 70)))
+)
 def test_experts_of_several_formats(name: str, formats: str, tokens: int, device: str) -> None:
     """Each format has launches of its own, and graphs may hold them: nothing waits for the device."""
     experts, call = of_formats(name, FORMATS[formats], device), call_of(tokens, device=device)
