@@ -416,12 +416,14 @@ def quantize(
 def quality(
     references: Annotated[bool, typer.Option("--references", help="Beside the code of other libraries.")] = False,
     ranges: Annotated[bool, typer.Option("--ranges", help="The default's ranges beside whole ones.")] = False,
+    methods: Annotated[bool, typer.Option("--methods", help="Methods beside GPTQ, by error and time.")] = False,
     models: Annotated[str, typer.Option(help="Whose layers: little,minilm,mpnet,iglm.")] = "little,minilm",
     ggml: Annotated[Path | None, typer.Option(help="llama.cpp's folder ggml, to compare with.")] = None,
 ) -> None:
     """Quantizers on layers of several models, into docs/quality.md; what docs/results has is not measured again, and
     `--models` is for what is measured."""
     from benchmarks.quality import authors
+    from benchmarks.quality import methods as of_methods
     from benchmarks.quality import ranges as of_ranges
     from benchmarks.quality import references as of_ggml
     from benchmarks.quality.layers import layers
@@ -429,6 +431,8 @@ def quality(
     found = cache(lambda: list(layers(models.split(","))))
     if ranges:
         of_ranges.SECTION.publish(lambda: of_ranges.measure(found()), of_ranges.table)
+    if methods:
+        of_methods.SECTION.publish(lambda: of_methods.measure(found()), of_methods.table)
     if references:
         authors.SECTION.publish(lambda: authors.measure(found()), authors.table)
     if ggml:

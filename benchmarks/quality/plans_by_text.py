@@ -67,29 +67,32 @@ def _others(model: Transformer) -> Iterator[tuple[str, Configs, int]]:
         best = max((configs for configs in alike if size(configs) <= bits * weights / 8), key=size)
         config = best[names[0]]
         yield f"{config.weight} per {config.group_size}, GPTQ", best, int(bits * weights / 8)
-    for mix, rule in (("Q3_K_M", q3_k_m), ("Q4_K_M", q4_k_m)):
-        kinds = {name: rule(name, len(model.blocks)) for name in names}
+    for mix, rule in MIXES.items():
+        parts = {name: name.split(".") for name in names}
+        kinds = {name: rule(kind, int(block), len(model.blocks)) for name, (_, block, _, kind) in parts.items()}
         presets = {name: lowbit.QuantConfig.preset(kind) for name, kind in kinds.items()}
         mixed = {name: replace(preset, calibration="importance") for name, preset in presets.items()}
         yield mix, mixed, size(mixed)
 
 
-def q3_k_m(name: str, layers: int) -> str:
-    """Returns the type of a layer in llama.cpp's mix Q3_K_M: of a model with so many layers."""
-    _, block, _, kind = name.split(".")
+def q3_k_m(kind: str, block: int, blocks: int) -> str:
+    """Returns the type of a layer in llama.cpp's mix Q3_K_M: q, k, v, o, gate, up or down of a block. What is
+    q, k and v together counts as v."""
     if kind == "v":
-        return "q5_k" if int(block) < 2 else "q4_k"
+        return "q5_k" if block < 2 else "q4_k"
     if kind == "down":
-        return "q5_k" if int(block) < layers // 16 else "q4_k"
+        return "q5_k" if block < blocks // 16 else "q4_k"
     return "q4_k" if kind == "o" else "q3_k"
 
 
-def q4_k_m(name: str, layers: int) -> str:
-    """Returns the type of a layer in llama.cpp's mix Q4_K_M."""
-    _, block, _, kind = name.split(".")
-    i, eighth = int(block), layers // 8
-    more = i < eighth or i >= 7 * layers // 8 or (i - eighth) % 3 == 2
+def q4_k_m(kind: str, block: int, blocks: int) -> str:
+    """Returns the same of its mix Q4_K_M."""
+    eighth = blocks // 8
+    more = block < eighth or block >= 7 * blocks // 8 or (block - eighth) % 3 == 2
     return "q6_k" if kind in ("v", "down") and more else "q4_k"
+
+
+MIXES = {"Q3_K_M": q3_k_m, "Q4_K_M": q4_k_m}
 
 
 class Quantizer:

@@ -27,7 +27,7 @@ from lowbit.pylib.nn.quantize_planned import dense_row, quantized_module
 from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.nn.texts import tokenized
-from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.quantization.config import QuantConfig, usual_config
 from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import TORCH
 
@@ -55,7 +55,8 @@ def quantize_(
 
     config                   a QuantConfig for all, or a dictionary from patterns of names ("*.mlp.*") to QuantConfigs,
                              or to None for layers that stay dense; the first pattern that matches counts. Or a plan
-                             (`lowbit.plan`), or the name of its file
+                             (`lowbit.plan`), or the name of its file. None: u4 in groups of 128, rounded to nearest,
+                             or by GPTQ with calibration
     filter_fn                filter_fn(name, module) returns whether to quantize a linear layer; None: all of them
     calibration              inputs of the model, for methods that need them: each a tensor, a tuple of arguments, a
                              dictionary of arguments by name, or a text, of which the first 2048 tokens are taken. The
@@ -86,8 +87,9 @@ def quantize_(
     that cannot be used, TargetError for a device that is not here.
     """
     check_torch_device(device)
-    wishes = Wishes(_configs(config), filter_fn, act, lm_head, embeddings, per_row_if_indivisible)
     inputs = tokenized(as_inputs(calibration), model, tokenizer)
+    configs = _configs(config, bool(inputs))
+    wishes = Wishes(configs, filter_fn, act, lm_head, embeddings, per_row_if_indivisible)
     work = _Work(model, plan(model, wishes), inputs, device)
     rows = work.run(progress)
     if "transformers.modeling_utils" in sys.modules:  # so that save_pretrained says in config.json that it is low-bit
@@ -95,11 +97,11 @@ def quantize_(
     return QuantizationReport(rows, fuse_(model) if fuse else ())
 
 
-def _configs(given: Configs | str | os.PathLike[str] | None) -> Configs:
-    """Returns the configurations that a caller gives, or that a file of his has."""
+def _configs(given: Configs | str | os.PathLike[str] | None, has_data: bool) -> Configs:
+    """Returns the configurations that a caller gives, or that a file of his has, or what is usual without either."""
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         return QuantPlan.load(given)
-    return QuantConfig() if given is None else cast(Configs, given)
+    return usual_config(has_data) if given is None else cast(Configs, given)
 
 
 class _Work:

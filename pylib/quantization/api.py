@@ -12,7 +12,7 @@ from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.pylib.quantization import hqq, rtn
 from lowbit.pylib.quantization.awq import awq
 from lowbit.pylib.quantization.calibration import Calibration
-from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.quantization.config import QuantConfig, usual_config
 from lowbit.pylib.quantization.gptq import damped, gptq, k_gptq
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.k_quants import KQuant, Numbers, best_k_quant, k_quant
@@ -32,7 +32,7 @@ def quantize(
     """Quantize a weight, on the device that it is on.
 
     weight        floats [n, k], any strides
-    config        what to make of it; None: QuantConfig(), which is u4 in groups of 128, rounded to nearest
+    config        what to make of it; None: u4 in groups of 128, rounded to nearest, or by GPTQ with calibration data
     calibration   for "gptq", "awq", "signround" and "spqr", and for QuantConfig(calibration=): inputs of the layer
                   [..., k], their Hessian [k, k] (the sum of x^T x), or a `Calibration`. All else ignores it
 
@@ -41,7 +41,7 @@ def quantize(
     do not divide k. Warns where a K-quant's second level has f16 scales so small that rounding them adds a tenth to the
     error: `q6_k` of weights below 1e-3, say.
     """
-    config = QuantConfig() if config is None else config
+    config = usual_config(calibration is not None) if config is None else config
     if not isinstance(cast(object, config), QuantConfig):
         example = "QuantConfig('u4', 128) or QuantConfig.preset('nf4')"
         raise SpecError(f"config={config!r} must be a QuantConfig, such as {example}")

@@ -168,6 +168,20 @@ def test_scales_have_the_type_in_which_layers_multiply(model: Model, act: Any, z
     assert layer.spec.scale == scale
 
 
+def test_without_a_configuration_data_decide() -> None:
+    """With calibration layers are quantized by GPTQ, else rounded to nearest; so is a weight."""
+    x = torch.randn(300, 256).half()
+    for calibration, method in (([x], "gptq"), (None, "rtn"), ([], "rtn")):
+        model = torch.nn.Sequential(torch.nn.Linear(256, 64)).half().requires_grad_(False)
+        weight = model[0].weight.clone()
+        report = lowbit.quantize_(model, calibration=calibration, progress=False)
+        assert report["0"].format == f"u4 per 128, {method}"
+        given = x if calibration else None
+        expected = lowbit.quantize(weight, QuantConfig("u4", 128, method=method), given)  # type: ignore[arg-type]
+        found = lowbit.quantize(weight, calibration=given)
+        assert torch.equal(found.codes, expected.codes) and found.config == expected.config
+
+
 def spoil(model: Model) -> None:
     with torch.no_grad():
         model.lm_head.weight[3, 5] = torch.nan

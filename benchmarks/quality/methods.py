@@ -1,0 +1,81 @@
+"""Methods beside GPTQ, by output error and by time: `python -m benchmarks quality --methods`.
+
+Of the layers that are given every fourth is quantized, by all methods with the same calibration. The table has the
+output error on held-out text and on text of another kind relative to GPTQ's, the time on a thread of a CPU relative to
+GPTQ's, and the bits of a weight: what `quantize_` takes by default with calibration data should have the least error of
+all that take at most three times GPTQ's time and no more bits.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import lowbit
+from benchmarks.quality.layers import TEXTS, Layer
+from benchmarks.quality.measure import bits_per_weight
+from benchmarks.quality.ranges import by_kurtosis, loss_of, mean
+from benchmarks.quality.section import Record, Section
+from benchmarks.tables import markdown
+
+SECTION = Section("methods", "methods")
+EVERY, WIDTHS = 4, ("u4", "u3")
+BASE = "GPTQ"
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    BASE: {"method": "gptq"},
+    "GPTQ, float zeros": {"method": "gptq", "zeros": "float"},
+    "GPTQ, 2 beams": {"method": "gptq", "beams": 2},
+    "GPTQ, 8 beams": {"method": "gptq", "beams": 8},
+    "AWQ": {"method": "awq"},
+    "SignRound": {"method": "signround"},
+    'calibration="hessian"': {"calibration": "hessian"},
+    'calibration="importance"': {"calibration": "importance"},
+    "HQQ": {"method": "hqq"},
+    "rounding to nearest": {},
+}
+"""What is measured in groups of 128, by what the table calls it: fields of `QuantConfig`."""
+
+
+@torch.no_grad()
+def measure(given: Iterable[Layer]) -> Iterator[Record]:
+    """Yields a record for each layer and width: by method the errors on each text but the first, seconds and bits."""
+    for layer in list(given)[::EVERY]:
+        for width in WIDTHS:
+            found = {name: _measured(layer, lowbit.QuantConfig(width, 128, **how)) for name, how in METHODS.items()}
+            kurtosis = round(layer.kurtosis, 2)
+            yield {"layer": layer.label, "kurtosis": kurtosis, "weight": width, "methods": found}
+
+
+def _measured(layer: Layer, config: lowbit.QuantConfig) -> Record:
+    calibration, rows = layer.moments["calibration"], layer.weight[:8]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few tokens
+        lowbit.quantize(rows, replace(config, steps=1), calibration)  # compiles what later calls have
+        start = time.process_time()
+        found = lowbit.quantize(layer.weight, config, calibration)
+        seconds = time.process_time() - start
+    errors = [float(f"{loss_of(layer, found.dequantize(), text):.5g}") for text in TEXTS[1:]]
+    return {"errors": errors, "seconds": round(seconds, 3), "bits": round(bits_per_weight(found), 3)}
+
+
+def table(records: list[Record]) -> str:
+    """Returns the page's table."""
+    parts = by_kurtosis([record for record in records if record["weight"] == WIDTHS[0]])
+    head = ["", "bits", *parts, "all, other text", "time"]
+    return markdown(head, [_row(name, width, records) for width in WIDTHS for name in METHODS])
+
+
+def _row(name: str, width: str, records: list[Record]) -> list[str]:
+    mine = [record for record in records if record["weight"] == width]
+
+    def ratio(part: list[Record], number: Any) -> str:
+        return f"{mean([number(each['methods'][name]) / number(each['methods'][BASE]) for each in part]):.2f}"
+
+    held = [ratio(part, lambda each: each["errors"][0]) for part in by_kurtosis(mine).values()]
+    other, times = ratio(mine, lambda each: each["errors"][1]), ratio(mine, lambda each: max(each["seconds"], 1e-3))
+    return [f"{width}, {name}", f"{mine[0]['methods'][name]['bits']:.2f}", *held, other, times]
