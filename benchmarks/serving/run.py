@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from compileall import compile_dir
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ from lowbit.dialect.errors import SpecError
 from lowbit.pylib.cli.bench_model import quantizations
 from lowbit.pylib.model_speed.config import model_config
 from lowbit.pylib.quantization.config import QuantConfig
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ("lowbit", "dialect", "passes", "pylib")
 
 PEERS: dict[str, tuple[str | None, Record]] = {
     "bf16": (None, {}),
@@ -93,6 +97,8 @@ def serve(
     config = model_config(jobs[0].model, jobs[0].layers)
     mixture = bool(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None))
     work.mkdir(parents=True, exist_ok=True)
+    for package in PACKAGES:  # an installed package has its bytecode, and a checkout may not keep it
+        compile_dir(ROOT / package, quiet=2)
     make_folders(jobs, work, log)
     load, found = Load(config.vocab_size), list[Record]()
     for at in range(0, len(jobs), together):

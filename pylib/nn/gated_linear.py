@@ -67,7 +67,7 @@ class GatedLinear(LowbitLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         """Returns h [..., n] for x [..., k]."""
-        tensors, kernel = self._operands()
+        tensors, kernel = self.operands()
         sums = torch.ops.lowbit.matmul.packed(autocast(x, self._act), tensors, _of_sums(kernel))
         return self._in_order(sums.movedim(-1, 0)).movedim(0, -1)
 

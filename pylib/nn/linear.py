@@ -100,7 +100,7 @@ class LowbitLinear(PackedModule, nn.Linear):
 
         Raises SpecError for a residual of another shape or type than y.
         """
-        tensors, kernel = self._operands()
+        tensors, kernel = self.operands()
         return torch.ops.lowbit.matmul.packed(autocast(x, self._act), [*tensors, residual], _of_residual(kernel))
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:

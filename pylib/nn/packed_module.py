@@ -116,13 +116,13 @@ class PackedModule(NoDense):
         `torch.autocast` in any of its types."""
         x = autocast(x, self._act)
         if is_compiling() or MODE.on:  # a graph holds the matmul as text; the operator checks x when the graph runs
-            return torch.ops.lowbit.matmul.packed(x, *self._operands())
+            return torch.ops.lowbit.matmul.packed(x, *self.operands())
         return self.matmul(x, self.packed)
 
     def dequantize(self) -> Tensor:
         """Returns the weight [n, k] in the act type."""
         if is_compiling():
-            return torch.ops.lowbit.dequantize(*self._operands())
+            return torch.ops.lowbit.dequantize(*self.operands())
         return self.matmul.dequantize(self.packed)
 
     @property
@@ -143,7 +143,7 @@ class PackedModule(NoDense):
             self._move_note()
         self._forget()
 
-    def _operands(self) -> tuple[list[Tensor], str]:
+    def operands(self) -> tuple[list[Tensor], str]:
         """Returns what a graph holds of the weight and the matmul: tensors, and the matmul as text, that of equal bits
         within `lowbit.batch_invariant`."""
         tensors = [getattr(self, name) for name in self._slots]

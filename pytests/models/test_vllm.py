@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, product
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -405,6 +405,30 @@ def test_a_saved_layer_takes_other_weights_in_place(configs: Any, methods: Any, 
     assert torch.equal(weight, torch.cat([layer_of(models[1], f"{part}_proj").dequantize() for part in "qkv"]))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("configs", [U4, {"*.k_proj": QuantConfig("u8", 64), "*": U4}])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_torch_traces_of_a_layer(configs: Any, bias: bool, methods: Any, tmp_path: Path) -> None:
+    """One operator on the layer's parameters, if it is one matmul; new weights are in the graph's memory."""
+    first, second = (saved(tmp_path / str(seed), configs, bias=bias, seed=seed) for seed in (0, 1))
+    layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path / "0", QKV)), 64, (64, 32, 32), bias=bias)
+    made, x = fake_vllm.recorded(layer), torch.randn(3, 64).bfloat16()
+    fake_vllm.load(layer, *tensors_for(tmp_path / "0", QKV))
+    graphs: list[Any] = []
+    torch.compiler.reset()  # other cases have compiled the same function
+    traced = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    assert torch.equal(traced(x), first.get_submodule("layers.0")(x))
+    (graph,) = graphs
+    inputs = [node.target for node in graph.graph.nodes if node.op == "placeholder"]
+    alone = isinstance(configs, QuantConfig)
+    assert str(next(n.target for n in graph.graph.nodes if n.op == "call_function")) == "lowbit.matmul.packed"
+    assert any("qweight" in name for name in inputs) == alone and any("bias" in name for name in inputs) == bias
+    fake_vllm.reload(layer, made, *tensors_for(tmp_path / "1", QKV))
+    assert torch.equal(traced(x), second.get_submodule("layers.0")(x)) and len(graphs) == 1
+    with lowbit.batch_invariant():
+        assert torch.equal(traced(x), layer(x)) and len(graphs) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -484,9 +508,9 @@ def test_what_vllm_hears_of_layers(methods: Any, tmp_path: Path) -> None:
     serving = serving_of(methods, tmp_path)
     kinds = {
         name: type(serving.get_quant_method(fake_vllm.LinearBase(), name)).__name__
-        for name in ("layers.0.qkv_proj", "x")
+        for name in ("layers.0.qkv_proj", "layers.0.down_proj", "x")
     }
-    assert kinds == {"layers.0.qkv_proj": "SavedLinear", "x": "UnquantizedLinearMethod"}
+    assert [*kinds.values()] == ["SavedLinear", "SavedLinear", "UnquantizedLinearMethod"]
     mapper = serving.get_cache_scale_mapper()
     assert mapper._map_name("layers.0.v_proj.codes") == "layers.0.qkv_proj.part2_codes"
     assert (
@@ -722,6 +746,45 @@ def test_saved_experts_take_other_weights_in_place(methods: Any, tmp_path: Path)
     load_experts(layer, new)
     assert close(layer(x, weights, ids), second(x, ids.long(), weights))
     assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == held
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("on_load", [False, True])
+def test_experts_with_adapters_take_no_new_weights(on_load: bool, methods: Any, tmp_path: Path) -> None:
+    """vLLM has its method in the place of ours, and would look for our parameters in vain. They stay as they are."""
+    x, weights, ids = chosen()
+    if on_load:
+        layer = fake_vllm.RoutedExperts(4, 64, 128)
+        layer.take(methods.expert_methods.OnLoadExperts("mlp.experts", layer, [U4, U4]))
+        dense = dense_experts()
+        tensors = {"w13_weight": dense.gate_up_proj, "w2_weight": dense.down_proj}
+        made, load = fake_vllm.recorded(layer), fake_vllm.load
+    else:
+        _, tensors = saved_experts(tmp_path)
+        layer = saved_layer(methods, tmp_path)
+        made, load = fake_vllm.recorded(layer), load_experts
+    load(layer, tensors)
+    before = layer(x, weights, ids)
+    ours, layer.quant_method = layer.quant_method, SimpleNamespace(process_weights_after_loading=lambda _: None)
+    kept = dict(layer._parameters)
+    fake_vllm._replace(layer, made)
+    with pytest.raises(SpecError, match=r"mlp\.experts: vLLM makes no low-bit weights for experts .*--enable-lora"):
+        load(layer, tensors)
+    fake_vllm._replace(layer, kept)
+    layer.quant_method = ours
+    assert torch.equal(layer(x, weights, ids), before)
+
+
+def test_a_class_that_makes_a_dense_layer_of_a_low_bit_module(methods: Any, tmp_path: Path) -> None:
+    """Its weight would never come, and some loaders skip what they do not know. Other blocks may be another's."""
+    saved(tmp_path)
+    serving = serving_of(methods, tmp_path)
+    serving.get_cache_scale_mapper()  # no layer has been made here, as in the first part of a pipeline
+    assert serving.get_quant_method(fake_vllm.LinearBase(), "layers.0.qkv_proj")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.down_proj is low-bit .* dense weights alone \(1 in all\)"):
+        serving.get_cache_scale_mapper()
+    assert serving.get_quant_method(fake_vllm.LinearBase(), "layers.0.down_proj")
+    assert serving.get_cache_scale_mapper()
 
 
 @torch.no_grad()

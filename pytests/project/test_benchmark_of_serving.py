@@ -373,6 +373,7 @@ class Made:
 def made(monkeypatch: pytest.MonkeyPatch) -> type[Made]:
     monkeypatch.setattr(running, "Process", Made)
     monkeypatch.setattr(running, "make_folders", lambda *_: None)
+    monkeypatch.setattr(running, "PACKAGES", ())
     versions = {"vllm": "0.26.0", "torch": "2.11.0"}
     monkeypatch.setattr(running, "environment", lambda commit: ENVIRONMENT | {"versions": versions})
     monkeypatch.setattr(running, "find_spec", lambda _: True)

@@ -10,6 +10,7 @@ Each tensor of a low-bit module is a parameter of vLLM's layer until all have co
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -59,6 +60,7 @@ class Names:
         self.low_bit = {m: checkpoint.names_of(m) | checkpoint.rotation_names_of(m) for m in checkpoint.modules}
         self._unused = {name for name in checkpoint.rotations if checkpoint.is_of_attention(name)}
         self.taken: dict[str, Place] = {}
+        self._of_experts: set[str] = set()
         self._checkpoint = checkpoint
         self._modules = {name: name for name in (*checkpoint.modules, *dense)}
         self._rename: Callable[[str], str | None] = str
@@ -165,7 +167,21 @@ class Names:
         """
         inside = [module for name, module in self._modules.items() if name.startswith(f"{layer}.")]
         self._check_unturned(inside, "Linear", may_be_scaled=True)
-        return [module for module in inside if module in self.low_bit]
+        found = [module for module in inside if module in self.low_bit]
+        self._of_experts.update(found)
+        return found
+
+    def check_taken(self) -> None:
+        """Raise CheckpointError for a low-bit module that no layer has asked for, inside a block whose other modules
+        some have: the class of the model makes a dense layer of it, whose weight would never come."""
+        asked = self._of_experts | self.taken.keys()
+        blocks = {block for module in asked if (block := _block_of(module))}
+        if left := [module for module in self.low_bit if module not in asked and _block_of(module) in blocks]:
+            raise CheckpointError(
+                f"{left[0]} is low-bit in the checkpoint, and the class of the model in vLLM makes a layer of it that "
+                f"takes dense weights alone ({len(left)} in all); leave it dense when you quantize, by LowbitConfig("
+                f"modules={{'*.{left[0].rpartition('.')[2]}': None}}), or run the model with transformers"
+            )
 
     def _check_unturned(self, modules: Collection[str], kind: str, may_be_scaled: bool = False) -> None:
         """Raise CheckpointError for modules of the checkpoint that are to be rotated or scaled, and are no low-bit
@@ -177,6 +193,12 @@ class Names:
     def _module(self, parent: str, leaf: str) -> str:
         name = f"{parent}.{leaf}".lstrip(".")
         return self._modules.get(name, name)
+
+
+def _block_of(module: str) -> str:
+    """Returns the name of the transformer block that a module is in, "" for others: up to the first number."""
+    found = re.match(r"(.*?\.\d+)\.", module)
+    return found[1] if found else ""
 
 
 def _tables(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:

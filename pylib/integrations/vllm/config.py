@@ -193,6 +193,7 @@ class LowbitServing(QuantizationConfig):
         """Returns how vLLM's loaders must rename tensors of the checkpoint: those of low-bit modules, besides what vLLM
         renames itself. This hook is the one that all versions of vLLM call."""
         opened.cache_clear()  # all layers have been made, and know what they wait for
+        self.names.check_taken()
         names = self.names.renamed()
         ours: Any = {re.compile("^.*$"): lambda match: names.get(match[0], match[0])}
         if unused := "|".join(map(re.escape, sorted(self.names.unused()))):

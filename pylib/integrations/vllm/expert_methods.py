@@ -7,7 +7,8 @@ processes, or experts have adapters, the call goes through vLLM's modular kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -70,6 +71,29 @@ class ExpertsMethod(Method, FusedMoEMethodBase):
                 f"these have {hidden_size}, which low-bit weights can't fill up; use allgather_reducescatter"
             )
         return hidden, inner
+
+    def _wait_for(self, layer: Any, name: str, tensor: Tensor, attributes: Mapping[str, Any]) -> None:
+        """Give a layer a parameter, on meta, for tensors of the checkpoint."""
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        for key, value in attributes.items():
+            setattr(parameter, key, self._while_ours(layer, value) if key == "weight_loader" else value)
+        layer.register_parameter(name, parameter)
+
+    def _while_ours(self, layer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a loader that raises SpecError once adapters are on the layer, by a method of vLLM that makes nothing
+        of what is loaded."""
+
+        @wraps(load)
+        def checked(*args: Any, **more: Any) -> Any:
+            if getattr(layer, "quant_method", self) is not self:
+                raise SpecError(
+                    f"{self.name}: vLLM makes no low-bit weights for experts that have adapters; start the server "
+                    "again with the new weights, or reload them without --enable-lora, or with --lora-target-modules "
+                    "that leave experts out"
+                )
+            return load(*args, **more)
+
+        return checked
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Returns None: scales are the kernels' own."""
@@ -184,7 +208,7 @@ class OnLoadExperts(ExpertsMethod):
             shapes |= {"w13_bias": (wide,), "w2_bias": (hidden_size,)}
         for name, shape in shapes.items():
             dense = torch.empty(num_experts, *shape, dtype=params_dtype, device="meta")
-            _register(layer, name, dense, attributes)
+            self._wait_for(layer, name, dense, attributes)
         self.waiting = tuple(shapes)
         initialize_online_processing(layer)
 
@@ -197,13 +221,6 @@ class OnLoadExperts(ExpertsMethod):
                 for (weight, bias), config, gate in zip(pairs, self.configs, (self.gate, None), strict=True)
             )
             return self._experts(layer, gate_up, down)
-
-
-def _register(layer: Any, name: str, tensor: Tensor, attributes: Mapping[str, Any]) -> None:
-    parameter = nn.Parameter(tensor, requires_grad=False)
-    for key, value in attributes.items():
-        setattr(parameter, key, value)
-    layer.register_parameter(name, parameter)
 
 
 class SavedExperts(ExpertsMethod):
@@ -227,7 +244,7 @@ class SavedExperts(ExpertsMethod):
                 wanted = self.source.wanted(kind, like, self.share)
             if wanted is not None:
                 waiting = torch.empty(num_experts, *wanted.shape, dtype=wanted.dtype, device="meta")
-                _register(layer, _parameter(kind), waiting, {"weight_loader": self._loader(kind)})
+                self._wait_for(layer, _parameter(kind), waiting, {"weight_loader": self._loader(kind)})
                 self.kinds.append(kind)
         self.waiting = [_parameter(kind) for kind in self.kinds]
         layer.load_weights = lambda weights: self._load(layer, weights)  # vLLM knows no other names than w1, w2, w3
@@ -308,7 +325,7 @@ class GptOssExperts(ExpertsMethod):
             for kind, size in sizes.items():
                 dtype = params_dtype if kind == "bias" else torch.uint8
                 waiting = torch.empty(num_experts, *size, dtype=dtype, device="meta")
-                _register(layer, f"{name}_{kind}", waiting, {"weight_loader": _load_first})
+                self._wait_for(layer, f"{name}_{kind}", waiting, {"weight_loader": _load_first})
                 self.waiting = (*self.waiting, f"{name}_{kind}")
         initialize_online_processing(layer)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import (
@@ -41,8 +42,10 @@ from lowbit.pylib.integrations.serving.rows import (
 )
 from lowbit.pylib.integrations.serving.startup import Startup
 from lowbit.pylib.nn.embedding import LowbitEmbedding
+from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.runtime.batch_invariant import MODE
 from lowbit.pylib.torch_types import TORCH
 
 _PROCESSED = "_already_called_process_weights_after_loading"  # vLLM deletes it before it loads a layer again
@@ -93,14 +96,30 @@ class Method:
 
 
 class Multiplies(Method):
-    """Multiplies x by what the layer holds, which adds the layer's bias where vLLM would."""
+    """Multiplies x by what the layer holds, which adds the layer's bias where vLLM would.
+
+    What torch.compile traces is the operator on the layer's parameters, where that is all: to trace modules of modules
+    takes twice the time.
+    """
 
     _adds_bias = False
+    _operands: Sequence[str] = ()  # the parameters
+    _kernel = ""  # the matmul as text
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns y [..., n] for x [..., k]."""
-        y = layer.lowbit(x)
+        if self._operands and is_compiling() and not MODE.on:
+            y = torch.ops.lowbit.matmul.packed(x, [getattr(layer, name) for name in self._operands], self._kernel)
+        else:
+            y = layer.lowbit(x)
         return y if bias is None or self._adds_bias else layer.lowbit.plus(y, bias[: y.shape[-1]])
+
+    def _hold(self, layer: Any, made: nn.Module) -> None:
+        """Give a layer what it multiplies by, and note what to trace."""
+        is_loaded = hasattr(layer, "lowbit")
+        super()._hold(layer, made)
+        if not is_loaded and not MODE.on and (names := _parameters_of(layer)):
+            self._operands, (_, self._kernel) = names, layer.lowbit.linears[0].operands()
 
     def dequantize_weight(self, layer: Any) -> Tensor:
         """Returns the weight [n, k] of this process in the type of x."""
@@ -115,6 +134,18 @@ class Multiplies(Method):
             return rows
         self._adds_bias = all(TORCH[linear.spec.out_dtype] is bias.dtype for linear in rows.linears)
         return rows.with_bias(bias.data) if self._adds_bias else rows
+
+
+def _parameters_of(layer: Any) -> tuple[str, ...]:
+    """Returns the names of the parameters that are the tensors of the one matmul of a layer; nothing if it has several,
+    or more to do."""
+    held = layer.lowbit.linears if isinstance(layer.lowbit, Rows) else list[Layer]()
+    if [type(linear) for linear in held] != [LowbitLinear]:
+        return ()
+    tensors, _ = held[0].operands()
+    names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in layer.named_parameters(recurse=False)}
+    found = [names.get((tensor.data_ptr(), tensor.shape), "") for tensor in tensors]
+    return tuple(found) if all(found) else ()
 
 
 def is_filled_later() -> bool:
