@@ -40,6 +40,7 @@ from lowbit.pylib.integrations.serving.experts import GATES, Experts, each_of, g
 from lowbit.pylib.integrations.serving.names import Names, Place
 from lowbit.pylib.integrations.serving.rows import Layer, Rows, Share, Source, opened, quantize_rows, shares_of
 from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.nn.gated_linear import GatedLinear
 from lowbit.pylib.runtime import batch_invariant
 
 transformers = pytest.importorskip("transformers")
@@ -91,7 +92,7 @@ def load_rows(folder: Path, modules: Sequence[str], share: Share) -> Rows:
         tensors = {short: checkpoint.tensors[full] for short, full in names.items()}
         bias = tensors.pop("bias", None)
         parts.append(shared.layer({short: shared.sliced(short, tensor) for short, tensor in tensors.items()}))
-        biases += [] if bias is None else [bias]
+        biases += [] if bias is None else [shared.bias_of(bias)]
     rows = Rows(parts)
     return rows.with_bias(torch.cat(biases)) if biases else rows
 
@@ -238,6 +239,47 @@ def saved_heads(folder: Path, inner: int, config: QuantConfig, fuse: bool = Fals
     lowbit.quantize_(model, {"*.o_proj": config, "*": U4}, fuse=fuse, progress=False)
     lowbit.save_checkpoint(model, folder)
     return model.get_submodule("layers.0")
+
+
+def saved_mlp(folder: Path, bias: bool) -> Any:
+    """Saves a fused block of Llama whose kernels gate; returns its gate_up."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, mlp_bias=bias)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    lowbit.quantize_(model, QuantConfig("u4", 64, clip="max"), fuse=True, progress=False)
+    lowbit.save_checkpoint(model, folder)
+    return next(module for module in model.modules() if isinstance(module, GatedLinear))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_rows_stored_for_a_gate_are_served_as_they_were(processes: int, tmp_path: Path) -> None:
+    """Servers apply the gate themselves, to rows of which those of the gate are above the others."""
+    h, x = saved_mlp(tmp_path, bias=False), torch.randn(3, 128).bfloat16()
+    module = next(name for name in opened(tmp_path).modules if "gate" in name)
+    whole, n = h(x), 64 // processes
+    for rank in range(processes):
+        part = load_rows(tmp_path, (module,), Share((n, n), 128, rank, processes))(x)
+        gate, up = (whole[:, half * 64 + rank * n :][:, :n] for half in (0, 1))
+        assert torch.equal(part, torch.cat([gate, up], -1))
+
+
+@torch.no_grad()
+def test_a_bias_stored_for_a_gate_is_of_its_rows(methods: Any, tmp_path: Path) -> None:
+    h, x = saved_mlp(tmp_path, bias=True), torch.randn(3, 128).bfloat16()
+    modules = [next(name for name in opened(tmp_path).modules if "gate" in name)]
+    assert torch.equal(load_rows(tmp_path, modules, Share((64, 64), 128))(x), h(x))
+    tensors, bias = tensors_for(tmp_path, modules)
+    layer = fake_vllm.Linear(methods.SavedLinear(sources(tmp_path, modules)), 128, (64, 64), bias=True)
+    fake_vllm.load(layer, tensors, bias)
+    assert torch.equal(layer(x), h(x))
+    half = shares_of(sources(tmp_path, modules), Share((32, 32), 128, 1, 2), "bf16")[0]
+    with pytest.raises(CheckpointError, match="its bias is stored for a gate"):
+        half.bias_of(bias[:64])
 
 
 @torch.no_grad()

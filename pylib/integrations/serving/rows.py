@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lowbit.dialect.epilogue import Epilogue
 from lowbit.dialect.errors import CheckpointError, PackError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec, interned
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE, Checkpoint, check_dense, open_checkpoint
@@ -24,12 +25,14 @@ from lowbit.pylib.checkpoints.registry import import_between, without_zero_bias
 from lowbit.pylib.checkpoints.transforms import Rotations, are_alike
 from lowbit.pylib.integrations.serving.names import BIAS
 from lowbit.pylib.nn.fuse import concatenated, why_apart
+from lowbit.pylib.nn.gated_linear import Gate, without_gate
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.rotated import Beside, RotatedLinear
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune.timing import random_weight
+from lowbit.pylib.weights import gated_rows
 from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.saved import SPEC, check_same, read_spec, write_spec
 from lowbit.pylib.weights.sharding import Part
@@ -251,12 +254,13 @@ class Source:
         Raises PackError, now if lowbit's own files say what the module is, where it can't be cut so.
         """
         if self.about is None:
-            return SharedSource(self, share, matrices, act, None, None)
+            return SharedSource(self, share, matrices, act, None, None, None)
         with naming(self.module):
-            whole = interned(replace(read_spec(self.about), act=act, bias=False))
+            stored = interned(replace(read_spec(self.about), act=act, bias=False))
+            whole = interned(replace(stored, epilogue=None)) if stored.is_gated else stored
             part = share.part(whole, matrices)
             part.spec(whole)
-            return SharedSource(self, share, matrices, act, whole, part)
+            return SharedSource(self, share, matrices, act, stored, whole, part)
 
 
 def _is_rotated(checkpoint: Checkpoint, module: str) -> bool:
@@ -272,7 +276,8 @@ def _no_rotations(n: int, k: int, came: Mapping[str, Tensor]) -> Rotations:
 class SharedSource:
     """The share of a process in a module.
 
-    whole   what the module is, without a bias; None for another library's, which says it in its tensors
+    stored  what the files have of the module, without a bias; None for another library's, which says it in its tensors
+    whole   the same of a server, which applies a gate itself: rows of the gate are above the others
     part    what this process has of it; None for another library's
     """
 
@@ -280,6 +285,7 @@ class SharedSource:
     share: Share
     matrices: slice
     act: Act
+    stored: MatmulSpec | None
     whole: MatmulSpec | None
     part: Part | None
 
@@ -287,7 +293,7 @@ class SharedSource:
     def is_sliced(self) -> bool:
         """Whether slices of the files' tensors make the part: then no more of them is read."""
         whole, given = self.whole, self.source.tensors
-        if whole is None or self.part is None or not self.part.is_cut_in_memory(whole):
+        if whole is None or self.part is None or whole is not self.stored or not self.part.is_cut_in_memory(whole):
             return False
         return all(slot.name in given and given[slot.name].shape == slot.shape for slot in whole.tensors)
 
@@ -318,15 +324,31 @@ class SharedSource:
 
     def _weight(self, tensors: dict[str, Tensor]) -> tuple[PackedWeight, MatmulSpec, Part]:
         """Returns this process's part of the weight, what the whole is, and which part that is."""
-        if self.whole is None or self.part is None:
+        if self.stored is None or self.whole is None or self.part is None:
             config = cast(Mapping[str, Any], self.source.config)
             packed = without_zero_bias(import_between(config, tensors, self.act, name=self.source.module))
             part = self.share.part(packed.spec, self.matrices)
             return packed.part(part), packed.spec, part
         check_same(read_spec(tensors.pop(_ABOUT)), read_spec(cast(Tensor, self.source.about)))
-        spec = self.spec() if self.is_sliced else self.whole
+        spec = self.spec() if self.is_sliced else self.stored
         packed = PackedWeight.from_state_dict({**tensors, SPEC: write_spec(spec)}, spec)
+        if self.stored.is_gated:
+            packed = without_gate(packed, Gate(cast(Epilogue, self.stored.epilogue), pairs=False))
         return packed if self.is_sliced else packed.part(self.part), self.whole, self.part
+
+    def bias_of(self, loaded: Tensor) -> Tensor:
+        """Returns a bias in the order of the rows, of one that the server has loaded from the files.
+
+        Raises CheckpointError where it has loaded a part of one that is stored for a gate.
+        """
+        if self.stored is None or not self.stored.is_gated or not self.source.adds:
+            return loaded
+        if len(loaded) != self.stored.n:
+            raise CheckpointError(
+                f"{self.source.module}: its bias is stored for a gate that the server applies itself, and can't be cut;"
+                " use one process, or quantize with fuse=False"
+            )
+        return gated_rows.given(self.stored, loaded)
 
     def random(self, device: str) -> Layer:
         """Returns the same with random numbers. Raises CheckpointError for another library's, whose tensors say what

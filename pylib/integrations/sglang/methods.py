@@ -133,6 +133,8 @@ class SavedLinear(Linear):
                 if missing := [name for name in source.tensors if (part, name) not in came]:
                     raise none_came(", ".join(missing))
                 found.append(shared.layer({name: came[part, name] for name in source.tensors}))
+        if layer.bias is not None and len(self.shares) == 1:
+            layer.bias.data.copy_(self.shares[0].bias_of(layer.bias.data))
         rows = Rows(found)
         rows.check_adds(layer.bias is not None and layer.skip_bias_add)
         return rows
