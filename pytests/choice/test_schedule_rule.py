@@ -135,3 +135,5 @@ def test_a_tile_that_is_none() -> None:
             choice(replace(SPEC, k=1020, group_size=None), 256, HOPPER)
         with pytest.raises(SpecError, match=r"64, 160, .* for u4, k=.* on sm_80, which has no wgmma"):
             choice(SPEC, 128, parse_target("sm_80"))
+        with pytest.raises(SpecError, match=r"tokens=80 must be .* for u4, k=4096 on sm_90a$"):  # wgmma is not why
+            choice(replace(SPEC, k=4096, compute="f8e4m3"), 80, HOPPER)

@@ -40,9 +40,12 @@ def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
 
 def token_tile_limit(spec: MatmulSpec, target: Target) -> str:
     """Why `token_tiles` ends where it does: the end of an error's message."""
-    why = "whose x is not in whole 16-byte pieces" if target.has_wgmma else "which has no wgmma"
-    why = "whose outliers are added by the dequantize kernel then" if spec.outliers else why
-    return f" for {spec.weight}, k={spec.k} on {target}, {why}"
+    where = f" for {spec.weight}, k={spec.k} on {target}"
+    if spec.outliers:
+        return f"{where}, whose outliers are added by the dequantize kernel then"
+    if can_use_wgmma(spec, target):
+        return where
+    return f"{where}, " + ("whose x is not in whole 16-byte pieces" if target.has_wgmma else "which has no wgmma")
 
 
 def usual_refill(tokens: int, warps_n: int) -> Refill:
