@@ -372,6 +372,16 @@ def shares_of(sources: Sequence[Source], share: Share, act: Act) -> list[SharedS
     return [source.shared(share, matrices, act) for source, matrices in zip(sources, slices, strict=True)]
 
 
+def put_bias_in_order(bias: Tensor | None, shares: Sequence[SharedSource]) -> None:
+    """Puts a layer's bias, as the server has loaded it, in the order of its rows, in place. Only a module that is all
+    matrices of the layer may be stored in another.
+
+    Raises CheckpointError as `SharedSource.bias_of` does.
+    """
+    if bias is not None and len(shares) == 1:
+        bias.data.copy_(shares[0].bias_of(bias.data))
+
+
 def quantize_rows(weight: Tensor, sizes: Sequence[int], configs: Sequence[QuantConfig]) -> Rows:
     """Returns the layer of a dense weight whose rows are those of several matrices, each with a configuration."""
     parts = zip(weight.split(list(sizes)), configs, strict=True)

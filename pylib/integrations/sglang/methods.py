@@ -23,7 +23,16 @@ from lowbit.dialect.errors import SpecError
 from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, ExpertsSource, ImportedSource, SavedSource
 from lowbit.pylib.integrations.serving.experts import GATES, LEAVE_DENSE, Experts, gated, quantize_experts
 from lowbit.pylib.integrations.serving.held import check_like, dequantized, hold, none_came
-from lowbit.pylib.integrations.serving.rows import ACTS, Layer, Rows, Share, Source, quantize_rows, shares_of
+from lowbit.pylib.integrations.serving.rows import (
+    ACTS,
+    Layer,
+    Rows,
+    Share,
+    Source,
+    put_bias_in_order,
+    quantize_rows,
+    shares_of,
+)
 from lowbit.pylib.integrations.serving.startup import Limits, Startup
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.rotated import INPUTS
@@ -133,8 +142,7 @@ class SavedLinear(Linear):
                 if missing := [name for name in source.tensors if (part, name) not in came]:
                     raise none_came(", ".join(missing))
                 found.append(shared.layer({name: came[part, name] for name in source.tensors}))
-        if layer.bias is not None and len(self.shares) == 1:
-            layer.bias.data.copy_(self.shares[0].bias_of(layer.bias.data))
+        put_bias_in_order(layer.bias, self.shares)
         rows = Rows(found)
         rows.check_adds(layer.bias is not None and layer.skip_bias_add)
         return rows

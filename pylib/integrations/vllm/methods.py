@@ -37,6 +37,7 @@ from lowbit.pylib.integrations.serving.rows import (
     Share,
     SharedSource,
     Source,
+    put_bias_in_order,
     quantize_rows,
     shares_of,
 )
@@ -216,8 +217,7 @@ class SavedLinear(Multiplies, LinearMethodBase):
         """Returns this process's part of the modules."""
         for source in self.sources:
             source.check_bias(layer.bias is not None)
-        if layer.bias is not None and len(self.shares) == 1:
-            layer.bias.data.copy_(self.shares[0].bias_of(layer.bias.data))
+        put_bias_in_order(layer.bias, self.shares)
         return self._with_bias(layer, Rows(self.parts(layer)), self.columns)
 
     def parts(self, layer: Any) -> list[Layer]:
