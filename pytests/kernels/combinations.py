@@ -5,20 +5,27 @@ what `MatmulSpec` accepts. Weights of several experts have an array of their own
 Which code computes a weight depends on more than three fields at once. So kinds of elements and of scales, zeros, the
 type of x and the engine that multiplies meet in fives (`ENGINES`, `SCALES`, `ELEMENTS`), in groups.
 
-allpairspy makes the rows for pairs; rows that lack a legal pair, and those for threes and fives, are added.
+allpairspy makes the rows for pairs; rows that lack a legal pair, and those for threes and fives, are added. That takes
+a quarter of a minute, so the arrays are in `combinations.json`; `test_combinations.py` checks that they cover. After a
+change of a field's values, or of what goes together, make them anew:
+
+    python -m pytests.kernels.combinations
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import random
+import string
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from allpairspy import AllPairs
-from sweeps import telling
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -26,6 +33,7 @@ from lowbit.passes.kernels.decode.schedule import IntegerSchedule
 from lowbit.passes.scheduling.expert_rule import tiles_of
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.check.cases import CODES, Case, spec_of
+from pytests.sweeps import telling
 
 SECOND = ("second_level", "second_rows", "second_groups", "second_scale")
 Choice = dict[str, Any]
@@ -234,9 +242,8 @@ EXPERT_FACTORS: dict[str, tuple[Any, ...]] = FACTORS | {
 """Fields of weights of several experts, where rows of x go to two of them."""
 
 
-@cache
-def expert_array() -> CoveringArray:
-    """Returns choices for weights of experts: of rows in which every two values meet that go together, those that a
+def make_expert_array() -> CoveringArray:
+    """Makes choices for weights of experts: of rows in which every two values meet that go together, those that a
     kernel serves, and half of them again as invariant ones, where those have kernels."""
     bases = [base | {"experts": 3, "n": 48} for base in BASES]
 
@@ -261,9 +268,8 @@ def _has_kernel(choice: Choice) -> bool:
         return False
 
 
-@cache
-def covering_array() -> CoveringArray:
-    """Returns the array, the same in every process."""
+def make_covering_array() -> CoveringArray:
+    """Makes the array, the same in every process."""
     rows = [dict(zip(FACTORS, row)) for row in AllPairs(list(FACTORS.values()), filter_func=_may_become_legal)]
     rng = random.Random(0)
     seen: set[tuple[Any, ...]] = set()
@@ -316,3 +322,60 @@ def _at_random_place(wanted: Choice, rng: random.Random) -> Choice | None:
 def _may_become_legal(row: list[Any]) -> bool:
     """Tells whether the first values of a choice can be completed."""
     return completed(dict(zip(FACTORS, row))) is not None
+
+
+# -- the file that has them
+
+_FILE = Path(__file__).with_suffix(".json")
+_DIGITS = string.digits + string.ascii_lowercase
+_HOW = "make it anew: python -m pytests.kernels.combinations"
+_WRITTEN = {"weights": FACTORS, "experts": EXPERT_FACTORS | {"invariant": FACTORS["invariant"]}}
+"""The values that choices of an array have, by its name in the file."""
+
+
+def covering_array() -> CoveringArray:
+    """Returns the array of all fields."""
+    return _read("weights")
+
+
+def expert_array() -> CoveringArray:
+    """Returns the array for weights of experts."""
+    return _read("experts")
+
+
+def _read(name: str) -> CoveringArray:
+    """Returns an array of the file, which has a digit for each value of a choice: its place among those of the field.
+    Raises ValueError where it was made of other values, or has a choice that is no spec any more."""
+    array, factors = json.loads(_FILE.read_text())[name], _WRITTEN[name]
+    if array["of"] != _fingerprint(factors):
+        raise ValueError(f"{_FILE.name} was made of other values; {_HOW}")
+    fields = [(field, dict(zip(_DIGITS, values))) for field, values in factors.items()]
+    choices = [{field: values[digit] for (field, values), digit in zip(fields, row)} for row in array["choices"]]
+    if wrong := next((choice for choice in choices if not legal(choice)), None):
+        raise ValueError(f"{_FILE.name} has {wrong}, which does not go together; {_HOW}")
+    return CoveringArray(choices)
+
+
+def _fingerprint(factors: Mapping[str, tuple[Any, ...]]) -> str:
+    return hashlib.sha256(repr(factors).encode()).hexdigest()
+
+
+def made() -> dict[str, Any]:
+    """Returns the contents of the file, made anew: a quarter of a minute."""
+    arrays = {"weights": make_covering_array(), "experts": make_expert_array()}
+    return {name: _written(array, _WRITTEN[name]) for name, array in arrays.items()}
+
+
+def _written(array: CoveringArray, factors: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Returns an array as it is in the file."""
+    rows = ["".join(_DIGITS[factors[name].index(choice[name])] for name in factors) for choice in array.choices]
+    return {"of": _fingerprint(factors), "choices": rows}
+
+
+def is_as_made() -> bool:
+    """Tells whether the file has what would be made now."""
+    return json.loads(_FILE.read_text()) == made()
+
+
+if __name__ == "__main__":
+    _FILE.write_text(json.dumps(made(), indent=1) + "\n")

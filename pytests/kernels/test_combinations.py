@@ -26,6 +26,7 @@ from combinations import (
     features,
     fives_of,
     integer_cases,
+    is_as_made,
     legal,
     wanted_fives,
     wanted_pairs,
@@ -104,6 +105,11 @@ def test_every_value_is_covered_with_experts() -> None:
         item for choice in OF_EXPERTS.choices for item in choice.items()
     }
     assert not missing
+
+
+@pytest.mark.slow
+def test_the_arrays_are_as_they_would_be_made_now() -> None:
+    assert is_as_made(), "python -m pytests.kernels.combinations"
 
 
 def test_all_fives_are_covered() -> None:
