@@ -4,8 +4,8 @@
 
 // CHECK-LABEL: gpu.func @products
 // CHECK:         prefetch.global.L2 [$0];
-// Signed codes: bytes of 127 - d, and the signs of d.
-// CHECK:         prmt.b32 $0, $1, 0, 0xBA98;
+// Signed codes: |d|, and the signs of d.
+// CHECK:         vabsdiff4.u32.u32.u32 $0, $1, $2, $1;
 // CHECK:         setp.ne.b32 add, $4, $4;
 // CHECK-SAME:    m64n8k32.f32.e4m3.e4m3 {wgmma_sum3076, wgmma_sum3077, wgmma_sum3078, wgmma_sum3079}
 // CHECK-SAME:    wgmma.commit_group.sync.aligned;

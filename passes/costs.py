@@ -147,6 +147,7 @@ class EightBitPrefillCosts:
     per_panel       of decoding: of a panel
     decoding        of decoding: of 128 columns
     folding, table, wide  more if scales are folded in, of tables, and of codes of 8 bits
+    zeros           more where zeros that are integers are subtracted from codes
     narrow          tokens up to which sharing x gains nothing
     """
 
@@ -158,6 +159,7 @@ class EightBitPrefillCosts:
     folding: float
     table: float
     wide: float
+    zeros: float
     shown: float
     end_per_token: float
     multicast: float

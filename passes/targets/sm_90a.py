@@ -104,6 +104,7 @@ _EIGHT_BIT_PREFILL = EightBitPrefillCosts(
     folding=0.134,
     table=0.051,
     wide=0.027,
+    zeros=0.1,
     shown=0.62,
     end_per_token=0.0065,
     multicast=0.973,

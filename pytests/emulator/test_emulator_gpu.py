@@ -108,6 +108,7 @@ THREE = ["prmt.b32", "prmt.b32.f4e", "prmt.b32.b4e", "bfe.u32", "bfe.s32", "mad.
 THREE += [f"shf.{direction}.{mode}.b32" for direction in "lr" for mode in ("wrap", "clamp")]
 THREE += [f"fma.rn.{fmt}" for fmt in HALVES] + [f"fma.{mode}.f32" for mode in ROUNDINGS]
 THREE += ["fma.rn.relu.f16x2", "fma.rn.ftz.f32", "fma.rn.sat.f32", "dp4a.s32.u32", "dp4a.u32.u32"]
+THREE += ["vabsdiff4.u32.u32.u32"]
 
 
 @pytest.mark.parametrize("name", THREE)

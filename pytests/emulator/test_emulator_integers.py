@@ -305,6 +305,20 @@ def test_prmt_modes(mode: str) -> None:
         np.testing.assert_array_equal(got[i], [source[i, int(digit)] for digit in reversed(row)])
 
 
+def test_distances_of_bytes() -> None:
+    """Of unsigned bytes, each alone, whatever the operand has whose bytes a mask would keep."""
+    a, b, c = RNG.integers(0, 2**32, (3, 200), dtype=np.uint32)
+    got = _bytes(apply("vabsdiff4.u32.u32.u32 %x, %a, %b, %c;", a, b, c, out=np.uint32))
+    np.testing.assert_array_equal(got, np.abs(_bytes(a).astype(int) - _bytes(b).astype(int)))
+
+
+@pytest.mark.parametrize("name", ["vabsdiff4.u32.u32.u32.add", "vabsdiff4.u32.s32.u32"])
+def test_distances_of_other_bytes_are_refused(name: str) -> None:
+    one = np.ones(1, np.uint32)
+    with pytest.raises(EmulatorError, match="vabsdiff4 needs"):
+        apply(f"{name} %x, %a, %b, %c;", one, one, one, out=np.uint32)
+
+
 @pytest.mark.parametrize("first", ["u32", "s32"])
 @pytest.mark.parametrize("second", ["u32", "s32"])
 def test_dp4a(first: str, second: str) -> None:

@@ -1,4 +1,7 @@
-"""Bit fields, bytes and bits of a word (PTX ISA 9.7.1, 9.7.8, 9.7.9.7): shf, bfe, bfi, popc, clz, brev, lop3, prmt."""
+"""Bit fields, bytes and bits of a word (PTX ISA 9.7.1, 9.7.8, 9.7.9.7, 9.7.17).
+
+shf, bfe, bfi, popc, clz, brev, lop3, prmt, vabsdiff4.
+"""
 
 from __future__ import annotations
 
@@ -160,3 +163,18 @@ def _prmt(op: Op) -> Step:
         dest.write(picked.view(np.uint32)[:, 0], mask)
 
     return step
+
+
+@instruction("vabsdiff4")
+def _byte_distances(op: Op) -> Step:
+    """|a - b| of each of four unsigned bytes. All bytes of the result are written, so none of c's is."""
+    if op.modifiers != ["u32", "u32", "u32"]:
+        raise Unsupported("vabsdiff4 needs .u32.u32.u32, without a mask, .sat or .add")
+    op.modifiers.clear()
+    dest, a, b, _ = op.dest("b32"), op.source("b32"), op.source("b32"), op.source("b32")
+
+    def distances(a: Array, b: Array) -> Array:
+        first, second = (np.atleast_1d(x).view(np.uint8) for x in (a, b))
+        return (np.maximum(first, second) - np.minimum(first, second)).view(np.uint32)
+
+    return elementwise(dest, distances, a, b)
