@@ -6,7 +6,9 @@ while they are still tile operations; formats are expanded last, when it is know
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,10 +20,11 @@ from lowbit.dialect.signature import Param
 from lowbit.dialect.types import Element, Global, param_kind, read_grid, read_strings, remembered_mirrors
 from lowbit.passes.base import Pass, each_function, each_op
 from lowbit.passes.builder import Program
+from lowbit.passes.builder.locations import named
 from lowbit.passes.builder.program import built_module
 from lowbit.passes.codegen.cubin import emit_cubin
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
-from lowbit.passes.codegen.ptx import emit_ptx, translate
+from lowbit.passes.codegen.ptx import emit_ptx, translate_lowered
 from lowbit.passes.codegen.source_lines import mark_lines
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.registry import family_named
@@ -140,9 +143,7 @@ def _compile(
 ) -> CompiledKernel:
     stages: dict[str, str] = {}
     launches: list[Launch] = []
-    context = new_context()
-    ops.register(context)
-    with context, ir.Location.unknown(), remembered_mirrors():
+    with _known_operations(), ir.Location.unknown(), remembered_mirrors():
         module = build()
         elements = _elements(module)
         if keep:
@@ -150,7 +151,7 @@ def _compile(
         for stage in (stage for stage in GPU_STAGES if stage.passes):
             for step in passes_to(stage, target):
                 step.run(module)
-            module.operation.verify()
+            _verify(module, stage)
             if stage.name == "gpu":
                 launches = read_launches(module)
             if origins and stage.name == "tile":
@@ -159,13 +160,47 @@ def _compile(
                 stages[stage.name] = _written(stage.name, module, origins)
         if lines or origins:
             mark_lines(module)
-        llvm_ir = translate(module)
+        llvm_ir = translate_lowered(module)
     ptx = emit_ptx(llvm_ir, target)
     if keep:
         stages["ll"] = origins.recorded_llvm(llvm_ir) if origins else llvm_ir
     stages["ptx"] = origins.recorded_assembly("ptx", ptx) if origins else ptx
     launch = replace(launches[0], may_overlap="griddepcontrol.wait" in stages["ptx"])
     return CompiledKernel(launch, target, schedule, stages, elements, origins)
+
+
+def _verify(module: ir.Module, stage: Stage) -> None:
+    """Raises PassError for what is wrong at a stage: a mistake of a pass, or of a kernel's program."""
+    try:
+        module.operation.verify()
+    except ir.MLIRError as error:
+        found = [named(each.location) + each.message for each in error.error_diagnostics]
+        raise PassError(f"stage {stage.name} is wrong: " + "\n".join(found)) from None
+
+
+class _Spare(threading.local):
+    """A context that a thread has compiled in, and in how many kernels; no context where it is in use."""
+
+    context: ir.Context | None = None
+    kernels = 0
+
+
+_spare = _Spare()
+_MOST_KERNELS = 32  # of a context, which keeps their types and attributes
+
+
+@contextmanager
+def _known_operations() -> Generator[None]:
+    """Within it, a context with our operations is the current one: that of this thread's last kernel if it has compiled
+    few. To make one takes 25 ms, a tenth of what a small kernel takes. After an error it is not used again."""
+    context, kernels = _spare.context, _spare.kernels + 1
+    if context is None or kernels > _MOST_KERNELS:
+        context, kernels = new_context(), 1
+        ops.register(context)
+    _spare.context = None
+    with context:
+        yield
+    _spare.context, _spare.kernels = context, kernels
 
 
 def _written(stage: str, module: ir.Module, origins: Origins | None) -> str:

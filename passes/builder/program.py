@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from keyword import iskeyword
 from typing import Any, Literal
 
@@ -36,6 +37,17 @@ _WHY_NOT: dict[State, str] = {
     "failed": "had an error; build it anew",
 }
 _TYPES: dict[str, str] = {**PARAM_TYPES}
+_verified_later: ContextVar[bool] = ContextVar("verified_later", default=False)
+
+
+@contextmanager
+def verified_later() -> Generator[None]:
+    """Within it, programs are not verified when they are left: whoever takes them verifies them."""
+    token = _verified_later.set(True)
+    try:
+        yield
+    finally:
+        _verified_later.reset(token)
 
 
 class Program(
@@ -113,7 +125,8 @@ class Program(
         self.state = "failed"
         if error[0] is None:
             self.scope.check_entered()
-            self._verify()
+            if not _verified_later.get():
+                self._verify()
             self.state = "built"
 
     @property

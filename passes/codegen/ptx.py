@@ -40,6 +40,10 @@ _NEEDED: tuple[tuple[re.Pattern[str], str, Callable[[Target], bool]], ...] = (
 """Intrinsic, what it needs, and whether a target has that. Sine and its like exist only as approximations (`afn`)."""
 
 
+_Named = tuple[ir.Operation, str]
+"""An operation and its name, which the bindings make anew whenever it is asked for."""
+
+
 def translate(module: ir.Module | ir.Operation | ir.OpView) -> str:
     """LLVM IR text of a module whose functions are all in the llvm and nvvm dialects.
 
@@ -54,13 +58,29 @@ def translate(module: ir.Module | ir.Operation | ir.OpView) -> str:
         root.verify()
     except ir.MLIRError as error:
         raise PassError(f"module does not verify: {error}") from error
-    inner = _operations(root)
-    left = [op for op, name in inner if not name.startswith(("llvm.", "nvvm."))]
-    if left:
-        raise PassError(_no_translation(left[0], "lower it to the llvm dialect first"))
-    if needy := _inline_ptx_operations(root, [each for each in inner if each[1].startswith("nvvm.")]):
+    nvvm = [each for each in _checked_operations(root) if each[1].startswith("nvvm.")]
+    if needy := _inline_ptx_operations(root, nvvm):
         raise PassError(_no_translation(needy[0], "run convert-nvvm-to-llvm first"))
     return llvm.translate_module_to_llvmir(root)
+
+
+def translate_lowered(module: ir.Module) -> str:
+    """The same of a module that lower-to-llvm has made and that is verified: it has been through convert-nvvm-to-llvm.
+
+    Raises:
+        PassError: the module has an operation without a translation.
+    """
+    root = _device_code(module.operation)
+    _checked_operations(root)
+    return llvm.translate_module_to_llvmir(root)
+
+
+def _checked_operations(root: ir.Operation) -> list[_Named]:
+    """All operations inside `root`. Raises PassError for one that is of neither the llvm nor the nvvm dialect."""
+    inner = _operations(root)
+    if left := [op for op, name in inner if not name.startswith(("llvm.", "nvvm."))]:
+        raise PassError(_no_translation(left[0], "lower it to the llvm dialect first"))
+    return inner
 
 
 def _device_code(root: ir.Operation) -> ir.Operation:
@@ -71,10 +91,6 @@ def _device_code(root: ir.Operation) -> ir.Operation:
     if len(inner) > 1:
         raise PassError(f"{len(inner)} gpu.module operations in one module; translate them one by one")
     return inner[0] if inner else root
-
-
-_Named = tuple[ir.Operation, str]
-"""An operation and its name, which the bindings make anew whenever it is asked for."""
 
 
 def _operations(root: ir.Operation) -> list[_Named]:

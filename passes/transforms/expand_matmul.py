@@ -12,6 +12,7 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.errors import PassError
 from lowbit.passes.base import at, each_op
+from lowbit.passes.builder.program import verified_later
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.tensor_programs import read_schedule, spec_of
@@ -31,7 +32,9 @@ class ExpandMatmul:
                     check_planned(op)
                 _check_alone(op)
                 schedule = _schedule_of(op)
-                _replace_function(op, family_of(schedule).build(spec_of(op), schedule))
+                with verified_later():  # with the module, which they become a part of
+                    program = family_of(schedule).build(spec_of(op), schedule)
+                _replace_function(op, program)
 
 
 def _schedule_of(op: Any) -> KernelSchedule:
