@@ -125,6 +125,15 @@ class SharedMemory:
                 arrived &= self.landings.shown(bytes_of(row, size), waiters)
             require(~bulk | arrived, lanes, "read of the target of a bulk copy before a wait for the mbarrier's phase")
 
+    def _are_shown(self, row: Array, size: int, state: Array, waiters: Array) -> bool:
+        """Tells whether all that is read is from bulk copies that the `waiters` have waited for, as most of what wgmma
+        reads: of all that `_refuse_read` looks for, nothing can be wrong then."""
+        return (
+            all_of(state == LANDED)
+            and all_of(self.copier.reshape(-1, size)[row] == BULK)
+            and all_of(self.landings.shown(bytes_of(row, size), waiters))
+        )
+
     def write(self, lanes: Array, address: Array, rows: Array, atomic: bool = False, by: int | None = None) -> None:
         """`by`: the rank of the block whose `lanes` write; by default this one."""
         size = rows.shape[1]
@@ -237,8 +246,8 @@ class SharedMemory:
         row = self.locate(lanes, address, 16)
         state = self.state.reshape(-1, 16)[row]
         empty = state == EMPTY
-        if any_of(state[~empty]):
-            warpgroup = np.arange(first, first + WARPGROUP)[None]
+        warpgroup = np.arange(first, first + WARPGROUP)[None]
+        if any_of(state) and not self._are_shown(row, 16, state, warpgroup) and any_of(state[~empty]):
             self._refuse_read(lanes, row, 16, np.where(empty, READABLE, state), False, warpgroup)
         if self.races:
             self.races.begin_async_read(first, row, 16)
