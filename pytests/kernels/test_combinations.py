@@ -165,9 +165,18 @@ CASES = integer_cases() + ARRAY.cases
 
 
 def cases_of(family: str, wanted: Callable[[MatmulSpec], bool] = lambda spec: True) -> Iterator[Case]:
-    """Yields the cases that a family of kernels serves; to choose kernels for all takes half a minute."""
-    likely = ((number, case) for number, case in enumerate(CASES) if wanted(case.spec) and may_serve(family, case))
+    """Yields the cases that a family of kernels serves; to choose kernels for all takes half a minute. In 8 bits one
+    group of many is less than rounding explains: the least groups come first, and numbers of rows that are served."""
+    likely = [(number, case) for number, case in enumerate(CASES) if wanted(case.spec) and may_serve(family, case)]
+    if family.startswith("eight_bit"):
+        sign = -1 if "prefill" in family else 1
+        likely.sort(key=lambda each: (sign * each[1].m, groups_of(each[1].spec)))
     return (case for number, case in likely if family_of_case(number) == family)
+
+
+def groups_of(spec: MatmulSpec) -> int:
+    """Returns how many groups a row has."""
+    return spec.k // (spec.group_size or spec.k)
 
 
 def may_serve(family: str, case: Case) -> bool:
