@@ -31,11 +31,13 @@ from lowbit.dialect.top_k import TopK
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.eight_bit_in_order.schedule import EightBitInOrderSchedule
+from lowbit.passes.kernels.eight_bit_mma_in_order.schedule import EightBitMmaInOrderSchedule
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
+from lowbit.passes.kernels.prefill_mma_in_order.schedule import PrefillMmaInOrderSchedule
 from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "EightBitInOrderSchedule",
+    "EightBitMmaInOrderSchedule",
     "EightBitPrefillMmaSchedule",
     "EightBitPrefillSchedule",
     "EightBitSchedule",
@@ -97,6 +100,7 @@ __all__ = [
     "PackedWeight",
     "PassError",
     "PrefillInOrderSchedule",
+    "PrefillMmaInOrderSchedule",
     "PrefillMmaSchedule",
     "PrefillSchedule",
     "QuantConfig",

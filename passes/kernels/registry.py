@@ -15,6 +15,7 @@ from lowbit.passes.kernels.eight_bit.family import EightBit
 from lowbit.passes.kernels.eight_bit_experts.family import EightBitExperts
 from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMma
 from lowbit.passes.kernels.eight_bit_in_order.family import EightBitInOrder
+from lowbit.passes.kernels.eight_bit_mma_in_order.family import EightBitMmaInOrder
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill_mma.family import EightBitPrefillMma
 from lowbit.passes.kernels.experts.family import Experts
@@ -24,6 +25,7 @@ from lowbit.passes.kernels.permute.family import Permute
 from lowbit.passes.kernels.prefill.family import Prefill
 from lowbit.passes.kernels.prefill_in_order.family import PrefillInOrder
 from lowbit.passes.kernels.prefill_mma.family import PrefillMma
+from lowbit.passes.kernels.prefill_mma_in_order.family import PrefillMmaInOrder
 from lowbit.passes.kernels.prepack.family import Prepack
 from lowbit.passes.kernels.quantize.family import Quantize
 from lowbit.passes.kernels.top_k_experts.family import TopKExperts
@@ -35,12 +37,14 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     Prefill(),
     PrefillInOrder(),
     PrefillMma(),
+    PrefillMmaInOrder(),
     Dequantize(),
     Prepack(),
     EightBit(),
     EightBitPrefill(),
     EightBitInOrder(),
     EightBitPrefillMma(),
+    EightBitMmaInOrder(),
     Experts(),
     ExpertsMma(),
     EightBitExperts(),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+APART = "parts by themselves"
+"""The last of `SumOrder.products` where the chains of each part are added up first, and then the parts."""
+
 
 @dataclass(frozen=True)
 class SumOrder:
@@ -15,7 +18,7 @@ class SumOrder:
 
     k is cut into steps of step_k columns. A part of k is as many whole rounds of warps_k steps as the others, or fewer
     at the end. In each part, chain i adds up the steps i, i + warps_k, i + 2 warps_k and so on, in this order; then the
-    sums of chains are added in order, and then those of parts.
+    sums of the chains of all parts are added in order, or those of each part, and then those of parts (`APART`).
 
     split_k    parts of k
     warps_k    chains of a part

@@ -36,7 +36,8 @@ def test_what_every_family_promises(family: KernelFamily[Any]) -> None:
     spec = replace(spec, experts=4) if "expert" in family.operation else spec
     spec = replace(spec, top_k=TopK(2)) if family.name == "top_k_experts" else spec
     spec = replace(spec, invariant=True) if family.name.endswith("in_order") else spec
-    target = parse_target("sm_80") if family.name == "prefill_mma" else HOPPER  # for targets without wgmma
+    without_wgmma = family.name == "prefill_mma" or family.name.endswith("mma_in_order")
+    target = parse_target("sm_80") if without_wgmma else HOPPER
     for tokens in family.token_tiles(spec, target) or (0,):
         found = family.candidates(spec, tokens, target)
         assert found and len(set(found)) == len(found)
@@ -109,7 +110,7 @@ def test_asking_families_loads_no_compiler(repo: Path) -> None:
         "from lowbit.passes.kernels.registry import FAMILIES\n"
         "from lowbit.passes.targets import parse_target\n"
         "for f in FAMILIES.values():\n"
-        "    target = parse_target('sm_80' if f.name == 'prefill_mma' else 'sm_90a')\n"
+        "    target = parse_target('sm_80' if f.name.startswith('prefill_mma') else 'sm_90a')\n"
         "    spec = MatmulSpec(64, 1024, 'u2', 128, compute='i8' if f.operation.startswith('quantize') else None,\n"
         "                      experts=4 if 'expert' in f.operation else 1)\n"
         "    for tokens in f.token_tiles(spec, target) or (0,):\n"

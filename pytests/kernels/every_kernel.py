@@ -14,7 +14,8 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
-from lowbit.passes.kernels.registry import FAMILIES, family_of
+from lowbit.passes.kernels.prefill_mma_in_order.schedule import PrefillMmaInOrderSchedule
+from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.weights.packed import pack
@@ -54,12 +55,12 @@ def _scheduled(target: str, schedule: Any) -> Check:
     return lambda spec, inputs: _in_emulator(compile_matmul(spec, parse_target(target), schedule), spec, inputs, 9)
 
 
-def _in_order(target: str, schedule: PrefillInOrderSchedule) -> Check:
+def _in_order(target: str, schedule: PrefillInOrderSchedule | PrefillMmaInOrderSchedule) -> Check:
     """Of the invariant matmul, where it has such a kernel; else a kernel for few tokens."""
 
     def check(spec: MatmulSpec, inputs: Inputs) -> bool:
         invariant = replace(spec, invariant=True)
-        fits = FAMILIES["prefill_in_order"].allows(invariant, schedule, parse_target(target))
+        fits = family_of(schedule).allows(invariant, schedule, parse_target(target))
         kernel = compile_matmul(invariant, parse_target(target), schedule if fits else None, 16)
         return _in_emulator(kernel, invariant, inputs, 9)
 
@@ -79,5 +80,6 @@ KERNELS: dict[str, Check] = {
     "prefill": _scheduled("sm_90a", PrefillSchedule(16)),
     "prefill_in_order": _in_order("sm_90a", PrefillInOrderSchedule(16, parts=1)),
     "prefill_mma": _scheduled("sm_80", PrefillMmaSchedule(32, num_stages=2, row_blocks=1)),
+    "prefill_mma_in_order": _in_order("sm_80", PrefillMmaInOrderSchedule(32, row_blocks=1)),
     "dequantize": _dequantize,
 }

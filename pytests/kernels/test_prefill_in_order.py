@@ -14,21 +14,24 @@ from lowbit.dialect.errors import SpecError
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.eight_bit_in_order.schedule import EightBitInOrderSchedule
+from lowbit.passes.kernels.eight_bit_mma_in_order.schedule import EightBitMmaInOrderSchedule
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill_in_order.legality import products_of
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
+from lowbit.passes.kernels.prefill_mma_in_order.schedule import PrefillMmaInOrderSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of, request
 from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling import choice, order_choice, order_tables
+from lowbit.passes.target import Target
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build import kernels
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference.inputs import random_inputs
 
 S = lowbit.MatmulSpec
-K, ROWS = 512, 104
+K, ROWS = 512, 136
 SPECS = {
     "u4": S(136, K, "u4", 128, bias=True),
     "u4, zeros": S(128, K, "u4", 64, zeros="int"),
@@ -62,49 +65,98 @@ SPECS = {
     "zeros in i8": S(256, K, "u4", 64, zeros="int", compute="i8", epilogue="silu_mul"),
     "zeros of rows in i8": S(128, K, "u8", zeros="int", compute="i8"),
 }
-TARGET = parse_target("emulator:sm_90a")
+TARGET, AMPERE, ADA = (parse_target(f"emulator:{name}") for name in ("sm_90a", "sm_80", "sm_89"))
 DECODE, PREFILL = FAMILIES["decode"], FAMILIES["prefill_in_order"]
-OF_BYTES = FAMILIES["eight_bit"], FAMILIES["eight_bit_in_order"]
 TILE = 160
 """A token tile that schedules are chosen for: `ROWS` are whole and cut tiles of these."""
+
+
+MMA, MMA_OF_BYTES = PrefillMmaInOrderSchedule(), EightBitMmaInOrderSchedule()
 
 
 def invariant(name: str) -> lowbit.MatmulSpec:
     return replace(SPECS[name], out="f32", invariant=True)
 
 
-def in_order(family: Any, spec: lowbit.MatmulSpec, tile: int, order: SumOrder) -> list[Any]:
-    return [s for group in family.in_order(spec.for_tokens(1), tile, TARGET, order) for s in group.schedules]
+def in_order(
+    family: Any, spec: lowbit.MatmulSpec, tile: int, order: SumOrder, target: Target = TARGET
+) -> list[Any]:
+    return [s for group in family.in_order(spec.for_tokens(1), tile, target, order) for s in group.schedules]
 
 
-def has_order(family: Any, spec: lowbit.MatmulSpec, tile: int, order: SumOrder) -> bool:
-    return any(group.schedules for group in family.in_order(spec.for_tokens(1), tile, TARGET, order))
+def has_order(
+    family: Any, spec: lowbit.MatmulSpec, tile: int, order: SumOrder, target: Target = TARGET
+) -> bool:
+    return any(group.schedules for group in family.in_order(spec.for_tokens(1), tile, target, order))
 
 
-def multiplied(spec: lowbit.MatmulSpec, schedule: Any, order: SumOrder, x: torch.Tensor, tensors: Any) -> torch.Tensor:
+def multiplied(
+    spec: lowbit.MatmulSpec,
+    schedule: Any,
+    order: SumOrder,
+    x: torch.Tensor,
+    tensors: Any,
+    target: Target = TARGET,
+) -> torch.Tensor:
     """Returns y by a kernel with a schedule, as if its order had been chosen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "order_of", lambda spec, target: order)
         patch.setattr(kernels, "chooser_of", choice.Chooser)  # not one that has asked for the order before
-        mm = Matmul(spec, TARGET, schedule)
+        mm = Matmul(spec, target, schedule)
         assert mm.kernel(len(x)).schedule == schedule
         return mm(x, mm.pack(**tensors))
 
 
+def families_of(spec: lowbit.MatmulSpec, target: Target) -> tuple[Any, Any]:
+    """Returns the family for few tokens, and that for many."""
+    few, many = ("eight_bit", "eight_bit") if spec.compute else ("decode", "prefill")
+    return FAMILIES[few], FAMILIES[f"{many}_in_order" if target.has_wgmma else f"{many}_mma_in_order"]
+
+
+def orders_of(spec: lowbit.MatmulSpec, target: Target, chance: random.Random) -> list[SumOrder]:
+    """Returns the orders that kernels for few tokens and for many have, those of several chains and parts first."""
+    few, many = families_of(spec, target)
+    orders = sorted(few.orders(spec, target), key=lambda o: ((o.split_k > 1) + (o.warps_k > 1), chance.random()))
+    serving = ((few, 8), (many, TILE))
+    return [o for o in reversed(orders) if all(has_order(f, spec, tile, o, target) for f, tile in serving)]
+
+
+def without_wgmma(spec: lowbit.MatmulSpec) -> Target:
+    """Returns a target that has none, but the instructions that the spec needs."""
+    return ADA if spec.compute == "f8e4m3" else AMPERE
+
+
+@pytest.mark.parametrize("by_wgmma", [True, False])
 @pytest.mark.parametrize("name", SPECS)
-def test_rows_of_a_prompt_have_the_bits_that_few_have(name: str) -> None:
+def test_rows_of_a_prompt_have_the_bits_that_few_have(name: str, by_wgmma: bool) -> None:
     """Of several chains and parts of k where a format has such orders; beside a row of NaN, in cut and whole tiles."""
     spec, chance = invariant(name), random.Random(name)
-    for_few, for_many = OF_BYTES if spec.compute else (DECODE, PREFILL)
-    orders = sorted(for_few.orders(spec, TARGET), key=lambda o: ((o.split_k > 1) + (o.warps_k > 1), chance.random()))
-    both = (o for o in reversed(orders) if has_order(for_few, spec, 8, o) and has_order(for_many, spec, TILE, o))
-    order = next(both)
+    target = TARGET if by_wgmma else without_wgmma(spec)
+    for_few, for_many = families_of(spec, target)
+    order = orders_of(spec, target, chance)[0]
     x, tensors = random_inputs(spec, ROWS, 1)
     x[70] = float("nan")
-    few = multiplied(spec, in_order(for_few, spec, 8, order)[-1], order, x[:8], tensors)
-    many = multiplied(spec, chance.choice(in_order(for_many, spec, TILE, order)), order, x, tensors)
+    few = multiplied(spec, in_order(for_few, spec, 8, order, target)[-1], order, x[:8], tensors, target)
+    schedule = chance.choice(in_order(for_many, spec, TILE, order, target))
+    many = multiplied(spec, schedule, order, x, tensors, target)
     assert torch.equal(many[:8], few)
     assert many[70].isnan().all() and not many[-1].isnan().any()
+
+
+@pytest.mark.parametrize("row_blocks", [1, 2])
+@pytest.mark.parametrize("name", ["u4", "float zeros of small groups", "u8, zeros of rows", "zeros in i8"])
+def test_every_tile_of_mma_sync_has_the_bits_of_every_row(name: str, row_blocks: int) -> None:
+    """In any number of rows of x, in whole tiles and cut ones, one launch gives those of a call of one row."""
+    spec = invariant(name)
+    (for_few, for_many), order = families_of(spec, AMPERE), orders_of(spec, AMPERE, random.Random(name))[0]
+    tiles = {s.tokens: s for s in in_order(for_many, spec, TILE, order, AMPERE) if s.row_blocks == row_blocks}
+    x, tensors = random_inputs(spec, 301, 1)
+    few, places = in_order(for_few, spec, 8, order, AMPERE)[0], (0, 63, 64, 200, 300)
+    alone = torch.cat([multiplied(spec, few, order, x[i : i + 1], tensors, AMPERE) for i in places])
+    for schedule, m in zip(tiles.values(), (301, 129, 201, 133)):
+        here = [i for i, place in enumerate(places) if place < m]
+        many = multiplied(spec, schedule, order, x[:m], tensors, AMPERE)
+        assert torch.equal(many[[places[i] for i in here]], alone[here]), schedule
 
 
 @pytest.mark.parametrize(
@@ -121,42 +173,51 @@ def test_rounds_whose_columns_lie_apart_have_many_scales(name: str, cut: tuple[i
     assert torch.equal(multiplied(spec, schedule, order, x, tensors)[:8], few)
 
 
-def test_another_order_gives_other_bits() -> None:
-    """Which the test above would see."""
+@pytest.mark.parametrize("target", [TARGET, AMPERE], ids=str)
+def test_another_order_gives_other_bits(target: Target) -> None:
+    """Which the tests above would see."""
     spec = replace(invariant("u4"), group_size=64)
+    family = families_of(spec, target)[1]
     x, tensors = random_inputs(spec, ROWS, 1)
     found: list[torch.Tensor] = []
     for cut in ((1, 1, 64), (1, 2, 64), (2, 1, 64)):
         order = SumOrder(*cut, ("mma", "raw codes"))
-        found.append(multiplied(spec, in_order(PREFILL, spec, TILE, order)[0], order, x, tensors))
+        schedule = in_order(family, spec, TILE, order, target)[0]
+        found.append(multiplied(spec, schedule, order, x, tensors, target))
     assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
-@pytest.mark.parametrize("k", [576, 1280])
-def test_k_need_not_be_whole_chains(k: int) -> None:
-    """Columns beyond the last are zeros of x."""
-    spec = replace(invariant("u4"), k=k, group_size=64)
-    order = SumOrder(1, 4, 128, ("mma", "raw codes"))
+@pytest.mark.parametrize("group", [64, 192])
+@pytest.mark.parametrize("target", [TARGET, AMPERE], ids=str)
+@pytest.mark.parametrize("k", [576, 1344])
+def test_k_need_not_be_whole_chains(k: int, target: Target, group: int) -> None:
+    """Columns beyond the last are zeros of x. Steps may be parts of groups, whose columns lie apart in a round."""
+    spec, step = replace(invariant("u4"), k=k, group_size=group), 128 if group == 64 else 64
+    order = SumOrder(1, 4, step, ("mma", "raw codes"))
     x, tensors = random_inputs(spec, ROWS, 1)
-    few = multiplied(spec, in_order(DECODE, spec, 8, order)[0], order, x[:8], tensors)
-    assert torch.equal(multiplied(spec, in_order(PREFILL, spec, TILE, order)[0], order, x, tensors)[:8], few)
+    for_few, for_many = families_of(spec, target)
+    few = multiplied(spec, in_order(for_few, spec, 8, order, target)[0], order, x[:8], tensors, target)
+    schedule = in_order(for_many, spec, TILE, order, target)[0]
+    assert torch.equal(multiplied(spec, schedule, order, x, tensors, target)[:8], few)
 
 
+ASSEMBLED = [parse_target(name) for name in ("sm_90a", "sm_80")]
 IN_TYPE = [("u4", "f16"), ("u3", "bf16"), ("f6e3m2", "bf16"), ("nf4", "f16"), ("i8", "bf16")]
 
 
+@pytest.mark.parametrize("target", ASSEMBLED, ids=str)
 @pytest.mark.parametrize(("weight", "act"), IN_TYPE)
-def test_few_spills(weight: str, act: Any) -> None:
+def test_few_spills(weight: str, act: Any, target: Target) -> None:
     """Of what is chosen for a prompt few registers are spilled, none with u4, and no product waits for another."""
-    choices = lowbit.compile(S(8192, 8192, weight, 128, act=act, invariant=True), TARGET.name).choices
-    (kernel,) = choices.launches(512)
-    assert kernel.family == "prefill_in_order"
-    check_registers(kernel, most=0 if weight == "u4" else 128)
+    spec = S(8192, 8192, weight, 128, act=act, invariant=True)
+    (kernel,) = lowbit.compile(spec, target.name).choices.launches(512)
+    assert kernel.family == families_of(spec, target)[1].name
+    check_registers(kernel, most=128 if weight != "u4" else 0 if target.has_wgmma else 8)
 
 
 def check_registers(kernel: KernelRequest, most: int) -> None:
     """Fails if more than so many bytes are spilled."""
-    used = resource_usage(compile_kernel(kernel).ptx, TARGET)
+    used = resource_usage(compile_kernel(kernel).ptx, kernel.target)
     assert max(used.spill_stores, used.spill_loads) <= most and not used.serialized, kernel.schedule
 
 
@@ -173,18 +234,31 @@ OF_MORE_NUMBERS = {
 }
 
 
+@pytest.mark.parametrize("by_wgmma", [True, False])
 @pytest.mark.parametrize("name", OF_MORE_NUMBERS)
-def test_few_spills_beside_sums_of_x_and_second_levels(name: str) -> None:
-    """Whether these kernels are chosen or not, the one that is predicted to be the fastest."""
-    spec, target = replace(OF_MORE_NUMBERS[name], invariant=True), parse_target("sm_90a")
-    family = OF_BYTES[1] if spec.compute else PREFILL
-    groups = family.in_order(spec, 512, target, order_choice.order_of(spec, target))
-    found = [s for group in groups for s in group.schedules]
+def test_few_spills_beside_sums_of_x_and_second_levels(name: str, by_wgmma: bool) -> None:
+    """Whether these kernels are chosen or not, the one that is predicted to be the fastest. By mma.sync float zeros of
+    u3 spill the most, in every tile."""
+    spec = replace(OF_MORE_NUMBERS[name], invariant=True)
+    target = parse_target("sm_90a" if by_wgmma else without_wgmma(spec).arch)
+    family = families_of(spec, target)[1]
+    every = order_choice.ranked_orders(spec, target, 1.5)
+    best_order = min((r for r in every if has_order(family, spec, 512, r.order, target)), key=lambda r: r.all).order
+    found = in_order(family, spec, 512, best_order, target)
     best = min(found, key=lambda s: family.predict(spec, 512, s, target))
-    check_registers(request(spec, target, best), most=128)
+    check_registers(request(spec, target, best), most=128 if by_wgmma else 224)
 
 
 PROMPTS = [((4096, 4096), None), ((6144, 2560), None), ((57344, 8192), None), ((8192, 8192), "i8")]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_120"])
+@pytest.mark.parametrize("compute", [None, "i8"])
+def test_prompts_without_wgmma_are_one_launch(compute: Any, target: str) -> None:
+    """From the first number of rows on that takes more than two launches for few."""
+    spec = S(8192, 8192, "u4", 128, compute=compute, invariant=True)
+    launches = [lowbit.compile(spec, target).choices.launches(m) for m in (129, 200, 512, 5000)]
+    assert [[kernel.family for kernel in each] for each in launches] == [[families_of(spec, AMPERE)[1].name]] * 4
 
 
 @pytest.mark.parametrize(("size", "compute"), PROMPTS, ids=str)
@@ -224,11 +298,43 @@ def test_prompts_are_one_launch(size: tuple[int, int], compute: Any) -> None:
             EightBitInOrderSchedule(order_warps_k=2, order_step_k=256),
             "panels of panel_k=128 columns do not hold products of 256; take another panel_k",
         ),
+        (S(128, 1024, "u4", 128, invariant=True), MMA, "does not serve emulator:sm_90a, which has wgmma"),
+        (S(128, 1024, "u4", compute="i8", invariant=True), MMA_OF_BYTES, "serve emulator:sm_90a, which has wgmma"),
     ],
 )
 def test_what_does_not_fit_is_refused(spec: lowbit.MatmulSpec, schedule: KernelSchedule, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         family_of(schedule).check(spec, schedule, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("spec", "schedule", "message"),
+    [
+        (S(128, 1024, "u4", 128), MMA, "is for invariant matmuls; take a PrefillMmaSchedule"),
+        (S(128, 1024, "u4", 128, outliers=True, invariant=True), MMA, "does not serve experts, products of 8 bits"),
+        (
+            S(128, 1024, "u4", 128, invariant=True),
+            PrefillMmaInOrderSchedule(panel_k=64),
+            "panels of panel_k=64 columns do not hold products of 128; take another panel_k",
+        ),
+        (
+            S(128, 1024, "u4", 128, invariant=True),
+            PrefillMmaInOrderSchedule(256, 256, order_step_k=256),
+            "bytes of shared memory, emulator:sm_80 allows",
+        ),
+        (S(128, 1024, "u4", 128, compute="i8"), MMA_OF_BYTES, "invariant matmuls; take an EightBitPrefillMmaS"),
+        (
+            S(128, 1024, "u4", 64, compute="i8", invariant=True),
+            EightBitMmaInOrderSchedule(order_split_k=2, order_warps_k=2, order_step_k=128, num_stages=4),
+            "rounds of 512 columns",
+        ),
+    ],
+)
+def test_what_does_not_fit_without_wgmma_is_refused(
+    spec: lowbit.MatmulSpec, schedule: KernelSchedule, message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        family_of(schedule).check(spec, schedule, AMPERE)
 
 
 def test_a_measured_order_is_taken(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ stored, as these do, and makes up for zeros by sums of x.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -19,12 +19,9 @@ from lowbit.passes.kernels.eight_bit_prefill.bounds import eight_bit_prefill_bou
 from lowbit.passes.kernels.eight_bit_prefill.family import PRODUCTS
 from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
 from lowbit.passes.kernels.persistent.engine import WGMMA
-from lowbit.passes.kernels.persistent.family import PersistentFamily
-from lowbit.passes.kernels.persistent.ordered import cut_of
+from lowbit.passes.kernels.persistent.in_order_family import InOrderFamily
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE
 from lowbit.passes.kernels.persistent.slices import with_slices
-from lowbit.passes.kernels.prefill.family import TOKEN_TILES
-from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -35,34 +32,22 @@ _PANELS = ((128, 4), (256, 4), (128, 6), (128, 5), (128, 8))
 """Columns and stages of panels, the most promising first."""
 
 
-class EightBitInOrder(PersistentFamily[EightBitInOrderSchedule]):
+class EightBitInOrder(InOrderFamily[EightBitInOrderSchedule]):
     """Codes become bytes as they are stored and are multiplied by wgmma of 8-bit types, chain after chain."""
 
     name: ClassVar[str] = "eight_bit_in_order"
     operation: ClassVar[Operation] = "quantized_matmul"
     schedule_type = EightBitInOrderSchedule
-    chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
-    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return TOKEN_TILES if spec.invariant and not legality.misfit(spec, target) else ()
+    def misfit(self, spec: MatmulSpec, target: Target) -> str:
+        return legality.misfit(spec, target)
 
-    def groups(
-        self, spec: MatmulSpec, token_tile: int, target: Target
+    def products_of(self, spec: MatmulSpec) -> tuple[str, ...]:
+        return legality.products_of(spec)
+
+    def of_cut(
+        self, spec: MatmulSpec, token_tile: int, target: Target, cut: Mapping[str, Any]
     ) -> Iterator[Candidates[EightBitInOrderSchedule]]:
-        """Those of a single chain; what is chosen has the order of the matmul."""
-        order = SumOrder(1, 1, 256, legality.products_of(spec))
-        return iter(self.in_order(spec, token_tile, target, order))
-
-    def sum_order(self, spec: MatmulSpec, schedule: EightBitInOrderSchedule) -> SumOrder:
-        return replace(schedule.order, products=legality.products_of(spec))
-
-    def in_order(
-        self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder
-    ) -> Iterable[Candidates[EightBitInOrderSchedule]]:
-        cut, allowed = cut_of(order), EightBitInOrderSchedule.allowed
-        misfit = not spec.invariant or legality.misfit(spec, target) or order.products != legality.products_of(spec)
-        if misfit or any(v not in allowed[f] for f, v in cut.items()):
-            return
         bounds = eight_bit_prefill_bounds(spec, target)
         for tokens, cluster in product(_TOKENS, (1, 2)):
             choices: dict[str, Any] = {"cluster": cluster, **cut}

@@ -19,6 +19,7 @@ class EightBitInOrderSchedule(Ordered, EightBitPrefillSchedule):
     split_k, last_split_k  1
     stream_k      "off"
     order_split_k, order_warps_k, order_step_k  the cut of k: fields of `SumOrder`
+    order_apart   False
     """
 
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {**EightBitPrefillSchedule.allowed, **CUTS}

@@ -70,8 +70,8 @@ class SumsOfX:
     def _first(self, panel: int) -> int:
         return panel % self.plan.base.schedule.num_stages * self._count
 
-    def of_chain(self, turn: Turn, chain: Scalar, row: Layout) -> Tile:
-        """Returns the sums over a chain, by its number, in the layout of a row of sums [1, tokens]."""
+    def of_chain(self, turn: Turn, chain: Scalar) -> Memory:
+        """Returns the sums over a chain, by its number [1, tokens]."""
         p, rounds, step = self.p, self._chains.rounds, self.plan.base.round.step
         runs, unit = step // self._chains.unit, self._chains.unit
         nothing = p.constant(0.0, "f32", self._spread(turn.shape.tokens).reshape((1, 1, turn.shape.tokens)))
@@ -82,7 +82,7 @@ class SumsOfX:
             loop.results = [total]
         p.barrier()  # all have read those of the chain before
         self.write(loop.carried[0], 0)
-        return p.load(self.of(0, 0), (0, 0), row)
+        return self.of(0, 0)
 
 
 class Offsets:

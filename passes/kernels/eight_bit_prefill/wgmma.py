@@ -11,7 +11,7 @@ from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
 from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan
 from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums, Zeros
 from lowbit.passes.kernels.eight_bit_prefill.sums_of_x import SumsOfX
-from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain
+from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain, rounds_of_chain
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
@@ -61,12 +61,16 @@ class ByteWgmmaMultiplier:
         def round_(index: Scalar, carried: list[Tile]) -> list[Tile]:
             return self._round(turn, sums, index, self.weight.registers.like(carried))
 
-        def scaled(chain: Scalar, of_chain: list[Tile]) -> list[Tile]:
+        def chain(number: Scalar, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
+            sums.begin_tile()
+            carried = rounds_of_chain(self.p, chains, number, carried, round_)
+            of_chain = list(sums.end_tile())
             adds_up = self._of_x if not chains.product_columns else None  # else products have zeros
-            of_x = adds_up.of_chain(turn, chain, layout.reduce((0,))) if adds_up else None
-            return [self.weight.scaled(each, turn.here.row_tile, of_x) for each in of_chain]
+            row = layout.reduce((0,))
+            of_x = self.p.load(adds_up.of_chain(turn, number), (0, 0), row) if adds_up else None
+            return carried, [self.weight.scaled(each, turn.here.row_tile, of_x) for each in of_chain]
 
-        found = chain_by_chain(self.p, chains, sums, [layout] * parts, carried, round_, scaled)
+        found = chain_by_chain(self.p, chains, [layout] * parts, carried, chain)
         self.panels.copy_first_of_slice(turn, order)
         return found
 

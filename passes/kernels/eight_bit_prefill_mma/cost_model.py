@@ -23,7 +23,7 @@ _ADD = {"f8e4m3": 4.0, "i8": 8.0}  # to add a product of 16 x 8 to sums in f32
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillMmaSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes."""
     plan = bytes_plan(spec, s, BYTES_MMA)
-    return predict_tiles(plan.base, tokens, decoding(spec) + _add(plan), target)
+    return predict_tiles(plan.base, tokens, decoding(spec) + adding(plan), target)
 
 
 def decoding(spec: MatmulSpec) -> float:
@@ -31,8 +31,8 @@ def decoding(spec: MatmulSpec) -> float:
     return _FOLD if spec.folds else _DECODE[spec.dtype.kind] + _ZEROS * (spec.zeros == "int")
 
 
-def _add(plan: BytesPlan[EightBitPrefillMmaSchedule]) -> float:
-    """Instructions of a warp to add the products of a fragment of weights to the sums."""
+def adding(plan: BytesPlan[EightBitPrefillMmaSchedule]) -> float:
+    """Returns the instructions of a warp to add the products of a fragment of weights to the sums."""
     if plan.products.keeps_sums:
         return 0.0
     fragments = plan.base.round.step / plan.spec.x.mma_k / plan.products.of_round  # that one product takes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lowbit.dialect.formats.byte_codes import PROMOTED
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.round import Round
-from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.kernels.sum_order import APART, SumOrder
 
 if TYPE_CHECKING:
     from lowbit.passes.builder import Scalar
@@ -34,6 +34,11 @@ class Chains:
     def count(self) -> int:
         """Chains of all of k."""
         return self.order.split_k * self.order.warps_k
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether the chains of each part are added up, and then the parts."""
+        return APART in self.order.products and min(self.order.split_k, self.order.warps_k) > 1
 
     @cached_property
     def steps(self) -> int:
@@ -61,7 +66,7 @@ class Chains:
             return ""
         if length % step and step % length:
             return f"rounds of {length} columns and steps of {step} do not divide each other"
-        group = math.gcd(self.spec.packing.padded_group or step, length)
+        group = math.gcd(self.spec.packing.padded_group or step, self.unit)
         if any(step % width for width in (panel_k, self.round.piece, group)):
             return f"steps of {step} columns do not hold panels of {panel_k} columns and groups of {group}"
         return ""
@@ -79,12 +84,12 @@ class Chains:
     @property
     def are_whole(self) -> bool:
         """Whether the columns of a round are side by side."""
-        return self.order.warps_k == 1 or self.order.step_k % self.round.step == 0
+        return self.round.run == self.round.step
 
     @property
     def unit(self) -> int:
         """Columns of which `start` counts so many."""
-        return self.round.step if self.are_whole else self.order.step_k
+        return self.round.run
 
     def start(self, round_: I) -> I:
         """Returns in which column a round begins, in units; rounds are counted as they are visited."""
@@ -102,10 +107,13 @@ class Chains:
 
     def of_panel(self, panel: I) -> I:
         """Returns the first column of a panel; panels are counted as they are visited."""
-        width = self.round.schedule.panel_k
+        return self.place_of_panel(panel) * self.round.schedule.panel_k
+
+    def place_of_panel(self, panel: I) -> I:
+        """Returns the place of a panel among all of k's; panels are counted as they are visited."""
         if self.order.warps_k == 1:
-            return panel * width
-        return self._column(panel, self.order.step_k // width) * width
+            return panel
+        return self._column(panel, self.order.step_k // self.round.schedule.panel_k)
 
     def _column(self, visited: I, per_step: int) -> I:
         """Returns the place of what is visited, of which steps have so many, among all of k's."""

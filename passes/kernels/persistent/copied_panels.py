@@ -45,7 +45,8 @@ class CopiedPanels(Panels):
         """Does nothing: a barrier says so."""
 
     def _copy(self, stage: int, token: Scalar, end: Scalar | None, panel: Index) -> None:
-        """Starts to copy a panel of x, counted in the tile."""
+        """Starts to copy a panel of x, counted in the tile as panels are visited."""
+        panel = self.plan.tiles.chains.place_of_panel(panel)
         for part in range(self.parts):
             target = self.p.stage(self.p.stage(self.stages, stage), part)
             self._copy_part(target, token + part * self.tokens, end, panel)

@@ -1,6 +1,6 @@
 """How the persistent skeleton has a tile multiplied: `Multiplier`, which every engine and kind of numbers implements.
 
-numbers of x's type   `wgmma`, `mma`
+numbers of x's type   `wgmma`, `mma`; in an order of sums `prefill_in_order`, `prefill_mma_in_order`
 bytes                 `passes.kernels.eight_bit_prefill.wgmma`, `passes.kernels.eight_bit_prefill_mma.mma`
 """
 

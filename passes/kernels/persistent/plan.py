@@ -77,9 +77,9 @@ class PersistentPlan:
     @property
     def sums_of_x_bytes(self) -> int:
         """Shared memory of the sums of x, where these make up for zeros: over products those of every stage, else those
-        of a chain."""
-        s = self.schedule
-        if not self.scaling.sums_x:
+        of a chain. Beside mma.sync of numbers of x's type every warp has them in registers."""
+        s, of_warps = self.schedule, not (self.engine.asynchronous or self.spec.compute)
+        if not self.scaling.sums_x or of_warps:
             return 0
         columns = self.tiles.chains.product_columns
         return 4 * s.tokens * (s.num_stages * (s.panel_k // columns) if columns else 1)

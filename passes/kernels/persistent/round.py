@@ -36,6 +36,13 @@ class Round:
         return next(filter(self._divides_groups, steps), steps[0])
 
     @property
+    def run(self) -> int:
+        """Columns of a round that are side by side: all, or where chains of an order take turns those of a step."""
+        order = self.schedule.order
+        whole = order is None or order.warps_k == 1 or order.step_k % self.step == 0
+        return self.step if whole or order is None else order.step_k
+
+    @property
     def divides_groups(self) -> bool:
         """Tells whether rounds are multiples of groups, or groups of rounds."""
         return self._divides_groups(self.step)

@@ -144,7 +144,7 @@ class Scaling:
         group = self.spec.packing.padded_group
         if not self.in_rounds:
             return 0
-        return 1 if group is None else self.round.step // math.gcd(self.round.step, group)
+        return 1 if group is None else self.round.step // math.gcd(self.round.run, group)
 
     @property
     def raw_codes(self) -> bool:

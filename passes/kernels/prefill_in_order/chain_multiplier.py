@@ -16,53 +16,15 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums, Zeros
-from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain
+from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain, rounds_of_chain
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.tile_order import Order, Turn
-from lowbit.passes.kernels.persistent.weight import Finish, Weight
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
+from lowbit.passes.kernels.prefill_in_order.ordered_weight import OrderedWeight
 from lowbit.passes.kernels.prefill_in_order.products import Products
 from lowbit.passes.kernels.prefill_in_order.sums_of_x import SumsOfX
-
-
-class OrderedWeight(Weight):
-    """A weight whose scales multiply products, or the sums of chains."""
-
-    def scale_of(
-        self, columns: GroupColumns, panel: int, registers: WeightRegisters
-    ) -> tuple[Tile | None, Tile | None]:
-        """Returns what a product is multiplied by, for every row in f32, and what the sums of x are, where these make
-        up for zeros or offsets. There is no scale where the sums of chains have it."""
-        scaling, convert = self.plan.scaling, self.scales.convert
-        if not scaling.groups:
-            return None, None
-        column = panel * self.plan.schedule.panel_k + columns.start
-
-        def load(name: str) -> Tile:
-            return self.scales.number(name, registers.scales, column)
-
-        scale = load("scales")
-        return convert.with_exponent(scale), convert.beside(scale, load) if scaling.sums_x else None
-
-    def scaled(self, sums: Tile, row_tile: Scalar) -> Tile:
-        """Returns the sums of a chain times the scales of rows, if these have one for all columns."""
-        if self.plan.scaling.groups:
-            return sums
-        slot = self.plan.spec.slot("scales")
-        scale = self.scales.convert.as_f32(self.scales.rows_at(slot, row_tile).load(), slot.storage)
-        scale = self.p.reshape(scale, self.scales.row_layout.shape)
-        return self.p.mul(sums, self.scales.convert.with_exponent(scale))
-
-    def finish_of(self, row_tile: Scalar) -> Finish:
-        p, spec = self.p, self.plan.spec
-        if not spec.row_scales:
-            return lambda total, token: total
-        slot = spec.slot("row_scales")
-        scale = self.scales.convert.as_f32(self.scales.rows_at(slot, row_tile).load(), slot.storage)
-        scale = p.reshape(scale, self.scales.row_layout.shape)
-        return lambda total, token: p.mul(total, scale)
 
 
 class ChainMultiplier:
@@ -95,11 +57,13 @@ class ChainMultiplier:
         def round_(index: Scalar, carried: list[Tile]) -> list[Tile]:
             return self._round(turn, sums, index, self.weight.registers.like(carried))
 
-        def scaled(chain: Scalar, of_chain: list[Tile]) -> list[Tile]:
-            return [self.weight.scaled(each, turn.here.row_tile) for each in of_chain]
+        def chain(number: Scalar, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
+            sums.begin_tile()
+            carried = rounds_of_chain(self.p, chains, number, carried, round_)
+            return carried, [self.weight.scaled(each, turn.here.row_tile) for each in list(sums.end_tile())]
 
-        layouts = [self._layout(tokens // parts)] * parts
-        found = chain_by_chain(self.p, self.plan.tiles.chains, sums, layouts, carried, round_, scaled)
+        chains, layouts = self.plan.tiles.chains, [self._layout(tokens // parts)] * parts
+        found = chain_by_chain(self.p, chains, layouts, carried, chain)
         self.panels.copy_first_of_slice(turn, order)
         return found
 

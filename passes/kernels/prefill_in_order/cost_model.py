@@ -29,7 +29,7 @@ _PER_CHAIN = 0.3  # until a chain's last product has ended and the next one's fi
 def predict(spec: MatmulSpec, tokens: int, s: PrefillInOrderSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = PersistentPlan(spec, s, WGMMA)
-    products, chains = Products(plan, s), plan.tiles.chains
+    products, chains = Products(plan), plan.tiles.chains
     of_chain = _PER_CHAIN
     if products.columns:
         count = chains.steps * chains.order.step_k / products.columns

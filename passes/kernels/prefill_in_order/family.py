@@ -4,7 +4,7 @@ order of sums that the kernels for few tokens have, and scales products of group
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.persistent.engine import WGMMA
-from lowbit.passes.kernels.persistent.family import PersistentFamily
-from lowbit.passes.kernels.persistent.ordered import cut_of
+from lowbit.passes.kernels.persistent.in_order_family import InOrderFamily
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE
 from lowbit.passes.kernels.persistent.slices import with_slices
 from lowbit.passes.kernels.prefill.bounds import prefill_bounds
-from lowbit.passes.kernels.prefill.family import TOKEN_TILES
 from lowbit.passes.kernels.prefill_in_order import cost_model, legality
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
-from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -37,34 +34,22 @@ _PANELS = (*((128, stages) for stages in (4, 5, 6, 7, 8)), *((64, stages) for st
 """Columns and stages of panels, the most promising first."""
 
 
-class PrefillInOrder(PersistentFamily[PrefillInOrderSchedule]):
+class PrefillInOrder(InOrderFamily[PrefillInOrderSchedule]):
     """Codes are decoded to the activation's type and multiplied by wgmma, tile after tile, chain after chain."""
 
     name: ClassVar[str] = "prefill_in_order"
     operation: ClassVar[Operation] = "matmul"
     schedule_type = PrefillInOrderSchedule
-    chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
-    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return TOKEN_TILES if target.has_wgmma and spec.invariant and not legality.misfit(spec) else ()
+    def misfit(self, spec: MatmulSpec, target: Target) -> str:
+        return legality.misfit(spec) if target.has_wgmma else f"{target}, which has no wgmma"
 
-    def groups(
-        self, spec: MatmulSpec, token_tile: int, target: Target
+    def products_of(self, spec: MatmulSpec) -> tuple[str, ...]:
+        return legality.products_of(spec)
+
+    def of_cut(
+        self, spec: MatmulSpec, token_tile: int, target: Target, cut: Mapping[str, Any]
     ) -> Iterator[Candidates[PrefillInOrderSchedule]]:
-        """Those of a single chain; what is chosen has the order of the matmul."""
-        order = SumOrder(1, 1, 256, legality.products_of(spec))
-        return iter(self.in_order(spec, token_tile, target, order))
-
-    def sum_order(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> SumOrder:
-        return replace(schedule.order, products=legality.products_of(spec))
-
-    def in_order(
-        self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder
-    ) -> Iterable[Candidates[PrefillInOrderSchedule]]:
-        cut, allowed = cut_of(order), PrefillInOrderSchedule.allowed
-        misfit = not spec.invariant or not target.has_wgmma or legality.misfit(spec)
-        if misfit or order.products != legality.products_of(spec) or any(v not in allowed[f] for f, v in cut.items()):
-            return
         bounds = prefill_bounds(spec, target)
         for (tokens, parts, banks), cluster in product(_TILES, (1, 2)):
             choices: dict[str, Any] = {"cluster": cluster, "parts": parts, "banks": banks}

@@ -21,7 +21,7 @@ from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedu
 def prefill_in_order_matmul(spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> ir.Module:
     """The tile program of an invariant matmul, in a module of its own."""
     plan = PersistentPlan(spec, schedule, WGMMA)
-    products, banks = Products(plan, schedule), schedule.banks
+    products, banks = Products(plan), schedule.banks
     parts = Parts(
         panels=BoxPanels,
         store=StagedStore,

@@ -43,13 +43,18 @@ def check_schedule(spec: MatmulSpec, s: PrefillInOrderSchedule, target: Target) 
     if why := misfit(spec):
         raise SpecError(f"schedule: prefill_in_order does not serve {why}; {prefill.OTHERS}")
     prefill.check_schedule(spec, s, target)
-    plan = PersistentPlan(spec, s, WGMMA)
-    runs = plan.round.step // plan.tiles.chains.unit
-    if why := plan.tiles.chains.misfit or Products(plan, s).misfit:
+    check_rounds(PersistentPlan(spec, s, WGMMA))
+
+
+def check_rounds(plan: PersistentPlan) -> None:
+    """Raises SpecError where rounds, panels or scales do not fit the chains of an order."""
+    chains, step_k = plan.tiles.chains, plan.tiles.chains.order.step_k
+    if why := chains.misfit or Products(plan).misfit:
         raise SpecError(f"schedule: {why}; take another panel_k, num_stages or order_step_k")
+    runs = plan.round.step // chains.unit
     if any(tensor.row_block_bytes // runs % 4 for tensor in plan.tensors.staged.values()):
         raise SpecError(
-            f"schedule: scales of {s.order_step_k} columns are copied 4 bytes at a time; take another order_step_k"
+            f"schedule: scales of {step_k} columns are copied 4 bytes at a time; take another order_step_k"
         )
 
 
@@ -57,6 +62,6 @@ def spills(spec: MatmulSpec, s: PrefillInOrderSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for the sums of a chain and of those before,
     for products, for two panels' fragments, for what is loaded of a round, and for sums of x."""
     plan = PersistentPlan(spec, s, WGMMA)
-    banks = s.banks * s.part_tokens // 2 if Products(plan, s).columns else 0
+    banks = s.banks * s.part_tokens // 2 if Products(plan).columns else 0
     of_x = _SUMS_OF_X[plan.scaling.raw_codes] + _SUMS_OF_PART * s.parts if plan.scaling.sums_x else 0
     return s.tokens + banks + s.panel_k // 2 + loaded_registers(plan) + of_x > _MOST_REGISTERS

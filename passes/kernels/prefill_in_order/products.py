@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import WARPS
-from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 
 MMA_TOKENS = 8  # of an instruction
 
@@ -22,7 +21,6 @@ class Products:
     """
 
     plan: PersistentPlan
-    schedule: PrefillInOrderSchedule
 
     @property
     def columns(self) -> int:
@@ -31,7 +29,7 @@ class Products:
     @property
     def misfit(self) -> str:
         """What of panels does not fit the products, or "" if all does."""
-        panel_k = self.schedule.panel_k
+        panel_k = self.plan.schedule.panel_k
         if self.columns and panel_k % self.columns:
             return f"panels of panel_k={panel_k} columns do not hold products of {self.columns}"
         return ""
@@ -39,11 +37,11 @@ class Products:
     @property
     def per_panel(self) -> int:
         """Products of a panel."""
-        return self.schedule.panel_k // self.columns if self.columns else 1
+        return self.plan.schedule.panel_k // self.columns if self.columns else 1
 
     def of_panel(self, panel: int) -> Iterator[GroupColumns]:
         """Yields the products of a round's panel, in order."""
-        width, groups = self.schedule.panel_k, max(1, self.plan.scaling.groups)
+        width, groups = self.plan.schedule.panel_k, max(1, self.plan.scaling.groups)
         of_group = self.plan.round.step // groups
         columns = self.columns or width
         for start in range(0, width, columns):
@@ -57,4 +55,4 @@ class Products:
 
     def parts_of(self, tokens: int) -> int:
         """Returns the parts that a tile or slice of so many tokens is multiplied in."""
-        return max(1, tokens // self.schedule.part_tokens)
+        return max(1, tokens // self.plan.schedule.part_tokens)

@@ -20,6 +20,7 @@ class PrefillInOrderSchedule(Ordered, PrefillSchedule):
     split_k, last_split_k  1
     stream_k      "off"
     order_split_k, order_warps_k, order_step_k  the cut of k: fields of `SumOrder`
+    order_apart   False
     parts         equal parts of the tile's tokens that are multiplied one after the other, of 8 tokens or a multiple
                   each: 1, 2, 3 or 4
     banks         sets of registers for the products of a part, where groups have scales: with 2, a product is under way

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from lowbit.passes.kernels.persistent.schedule import WARPS, PrefillSchedule
 
+_MOST_COLUMNS = 4  # of eight tokens that a warp multiplies before it adds the products to its sums
+
 
 @dataclass(frozen=True)
 class PrefillMmaSchedule(PrefillSchedule):
@@ -43,3 +45,25 @@ class PrefillMmaSchedule(PrefillSchedule):
     @property
     def warps(self) -> tuple[int, int]:
         return WARPS // self.row_blocks, self.row_blocks
+
+
+@dataclass(frozen=True)
+class PartsOfTokens(PrefillMmaSchedule):
+    """The same for kernels that add products to sums in other registers: a tile's tokens are cut into parts, of which
+    every warp has some. So products that are not added yet take few registers."""
+
+    @property
+    def most_columns(self) -> int:
+        """Columns of eight tokens that a warp may have of a part."""
+        return _MOST_COLUMNS
+
+    @property
+    def columns_of_part(self) -> int:
+        """Columns of eight tokens that a warp has of a part."""
+        columns = self.warp_tokens // 8
+        return next(some for some in range(self.most_columns, 0, -1) if columns % some == 0)
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of a part, of all warps."""
+        return 8 * self.columns_of_part * self.warps[1]

@@ -18,7 +18,7 @@ from lowbit.passes.kernels.streaming.cost_model import costs_of
 from lowbit.passes.kernels.streaming.legality import enough_blocks
 from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
 from lowbit.passes.kernels.streaming.search_space import MOST_WARPS
-from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.kernels.sum_order import APART, SumOrder
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
@@ -52,7 +52,7 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
     if spec.outliers:
         yield f"outliers {'by step' if s.outliers_by_step else 'first' if plan.outliers.are_spread else 'last'}"
     if s.warps_k > 1 and s.split_k > 1 and not (spec.invariant and s.cluster > 1):
-        yield "parts by themselves"
+        yield APART
     if not spec.invariant and s.tokens in ROTATED and plan.steps.rounds > 1:
         yield f"rotated every {s.rows} rows"
     if not spec.invariant and s.cluster > 2:
