@@ -28,6 +28,9 @@ VENV_FLAGS := --system-site-packages
 PIP_FLAGS  :=
 endif
 
+# Tests run CMake, whose make is not to ask this one for a free job.
+unexport MAKEFLAGS MFLAGS
+
 .DEFAULT_GOAL := help
 .PHONY: help demo install test check lint types lit pytest slow lowest format pages clean
 
