@@ -9,7 +9,7 @@ of them, and what the emulator made of launches.
 
 All of it is in the key, with its contents; packing, the reference and its bounds are computed in every run. What fails
 is never kept. Nothing is kept or taken while a test has replaced what it is made by (`patches.py`), and nothing is kept
-after a source has changed under a run.
+of code that was loaded after a source had changed under a run.
 
 The folder is LOWBIT_TEST_CACHE, or build/test-cache; `pytest --fresh` neither reads nor fills it.
 """
@@ -73,6 +73,7 @@ def use() -> None:
     """From now on compile kernels, and emulate launches, only where nothing is kept of them."""
     patches.watch()
     state_of_sources()
+    cache.source_fingerprint()
     pipeline.compile_kernel = kept_kernel(pipeline.compile_kernel)
     cubin.assemble = kept_cubin(cubin.assemble)
     emulator.Emulator = KeptEmulator
@@ -272,7 +273,7 @@ State = list[tuple[Path, int, int]]
 
 
 def get_or_make(key: str, make: Callable[[], Files], sources: State | None = None) -> Files:
-    """Returns what is kept under a key, or else what is made, which is kept unless a source has changed meanwhile."""
+    """Returns what is kept under a key, or else what is made, which is kept unless a source of the code has changed."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return make()
@@ -282,10 +283,28 @@ def get_or_make(key: str, make: Callable[[], Files], sources: State | None = Non
         _mark_used(store, key)
         return {name: zlib.decompress(content) for name, content in found.items()}
     files = make()
-    before = sources or state_of_sources()
-    if state(file for file, *_ in before) == before:
+    if _are_as_before(sources) if sources else _is_code_as_before():
         store.put(key, {name: zlib.compress(content, 1) for name, content in files.items()})
     return files
+
+
+_loaded = 0
+"""How many modules there were when the sources were last found to be as they were; 0 where they are to be looked at."""
+
+
+def _is_code_as_before() -> bool:
+    """Tells whether what runs is from the sources as they were when this run began. To look at all of them takes as
+    long as to keep something, so it is done where a module has been loaded since: what is in memory stays as it is."""
+    global _loaded
+    if len(sys.modules) != _loaded:
+        if not _are_as_before(state_of_sources()):
+            return False
+        _loaded = len(sys.modules)
+    return True
+
+
+def _are_as_before(before: State) -> bool:
+    return state(file for file, *_ in before) == before
 
 
 def _mark_used(store: Cache, key: str) -> None:
@@ -321,6 +340,8 @@ def emulator_sources() -> list[Path]:
 @lru_cache(maxsize=None)
 def _fingerprint(patterns: tuple[str, ...]) -> str:
     """SHA-256 of sources, and of the versions of Python and NumPy."""
+    global _loaded
+    _loaded = 0  # a source may have been edited before it was read here
     digest = hashlib.sha256(f"{sys.version} {np.__version__}".encode())
     for file in _files(patterns):
         digest.update(f"{file.relative_to(_ROOT)} {file.stat().st_size}\n".encode() + file.read_bytes())

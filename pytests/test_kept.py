@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -261,6 +262,24 @@ def test_nothing_is_kept_after_a_source_has_changed(folder: Path) -> None:
     source.write_text("edited")
     assert kept.get_or_make("1" * 64, lambda: {"a": b"3"}, state) == {"a": b"3"}
     assert kept.get_or_make("1" * 64, lambda: {"a": b"4"}, state) == {"a": b"4"}
+
+
+def test_sources_are_looked_at_again_when_a_module_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in memory stays as it is: an edit counts from the next module on, which may be from it."""
+    looks: list[bool] = []
+    monkeypatch.setattr(kept, "_are_as_before", lambda before: looks.append(True) or len(looks) < 3)
+    monkeypatch.setattr(kept, "_loaded", 0)
+    assert [kept._is_code_as_before() for _ in range(3)] == [True] * 3 and len(looks) == 1
+    monkeypatch.setitem(sys.modules, "a_module_more", sys)
+    assert [kept._is_code_as_before() for _ in range(3)] == [True] * 3 and len(looks) == 2
+    monkeypatch.setitem(sys.modules, "another_module", sys)
+    assert [kept._is_code_as_before() for _ in range(2)] == [False] * 2
+
+
+def test_a_hash_of_sources_makes_them_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_loaded", len(sys.modules))
+    kept._fingerprint(("pytests/kept.py", "pytests/patches.py"))
+    assert kept._loaded == 0
 
 
 # -- cubins
