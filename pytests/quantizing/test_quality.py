@@ -26,6 +26,7 @@ from benchmarks.quality import (
     methods,
     plans,
     plans_by_text,
+    plans_of_models,
     ranges,
     references,
     report,
@@ -115,17 +116,75 @@ def test_plans_are_better_on_text_of_two_kinds() -> None:
         assert all(plan < other for plan, other in zip(record["plan"], record["other"], strict=True)), record
 
 
+def test_plans_of_other_models_are_better() -> None:
+    """On each part of the text, beside all layers alike and the mixes of llama.cpp; IgLM's on text of the kind that
+    calibrates alone."""
+    records = plans_of_models.SECTION.records()
+    found = {(record["model"], record["part"]) for record in records}
+    assert found == {(model, part) for model in plans_of_models.KINDS for part in range(plans_of_models.PARTS)}
+    for record in records:
+        both = list(zip(record["plan"], record["other"], strict=True))
+        assert all(plan < other for plan, other in both[: 1 if record["model"] == "iglm" else 2]), record
+
+
+def test_plans_of_a_model_are_compared_by_part_of_the_text() -> None:
+    """Of two layers, one of which reads small inputs. What is known of the same inputs is not quantized again."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+    inputs = [torch.randn(600, 256) for _ in range(4)]
+    kinds, config = {"0": ("up", 0), "2": ("down", 1)}, lowbit.QuantConfig
+    candidates = [config("u3", 128, method="gptq"), config("u4", 64, method="gptq")]
+    tests = [[inputs[1:2], inputs[2:3]], [inputs[3:], inputs[2:3]]]
+    subject = plans_by_text.Subject(model, kinds, inputs[:1], inputs[:1], tests, candidates=candidates)
+    records = list(plans_by_text.compared(subject))
+    assert [record["part"] for record in records] == [0, 1] * (len(plans_by_text.BITS) + len(plans_by_text.MIXES))
+    assert all(first["plan"][1] == second["plan"][1] for first, second in zip(records[::2], records[1::2]))
+    assert records[-2]["name"] == "Q4_K_M" and len(plans_by_text.table(records).splitlines()) == 8
+
+
+def test_what_is_quantized_is_kept_by_calibration() -> None:
+    quantizer, weight, data = plans_by_text.Quantizer(), torch.randn(8, 64), lowbit.Calibration(64)
+    data.add(torch.randn(100, 64))
+    same = lowbit.Calibration.from_hessian(data.hessian.clone())
+    other = lowbit.Calibration.from_hessian(2 * data.hessian)
+    first = quantizer.quantize(weight, lowbit.QuantConfig("u4", 64), data)
+    assert quantizer.quantize(weight, lowbit.QuantConfig("u4", 64, scale="f16"), same) is first
+    assert quantizer.quantize(weight, lowbit.QuantConfig("u4", 64), other) is not first
+    assert quantizer.quantize(weight, lowbit.QuantConfig("u3", 64), data) is not first
+
+
+def test_sentences_of_one_length_are_a_batch_without_padding() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 0]])
+    tokens = torch.arange(1, 10).view(3, 3) * mask
+    short, long = plans_of_models._without_padding([{"input_ids": tokens, "attention_mask": mask}])
+    assert short["input_ids"].tolist() == [[1, 2], [7, 8]] and long["input_ids"].tolist() == [[4, 5, 6]]
+    assert bool(short["attention_mask"].all())
+
+
+def test_parts_of_a_text_have_no_sentence_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "TOKENS", 1024)
+    sentences = [str(i) for i in range(400)]
+    ids = [[n for batch in layers._tokens(_numbers, sentences, seed) for n in batch["input_ids"][:, 0].tolist()]
+           for seed in (0, 1)]  # fmt: skip
+    assert ids[0] == list(range(128)) and ids[1] == list(range(128, 256))
+
+
+def _numbers(lines: list[str], **_: Any) -> dict[str, torch.Tensor]:
+    tokens = torch.tensor([[int(line)] * 8 for line in lines])
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
 def test_the_mixes_of_llama_cpp() -> None:
     """Of a model with 16 layers, in the first, the second and the last."""
     kinds = ("v", "o", "down", "up")
     found = [[rule(kind, i, 16) for i in (0, 1, 15) for kind in kinds] for rule in plans_by_text.MIXES.values()]
     first = ["q5_k", "q4_k", "q5_k", "q3_k", "q5_k", "q4_k", "q4_k", "q3_k", "q4_k", "q4_k", "q4_k", "q3_k"]
     assert found == [first, ["q6_k", "q4_k", "q6_k", "q4_k"] * 3]
+    assert [plans_by_text.fitting("q4_k", columns) for columns in (384, 512)] == ["q5_0", "q4_k"]
 
 
 SECTIONS = [
-    draws, eight_bit, encoder, encoder_layers, plans, plans_by_text, spqr, spqr_plans,
-    references, ranges, authors, methods,
+    draws, eight_bit, encoder, encoder_layers, plans, plans_by_text, plans_of_models, spqr,
+    spqr_plans, references, ranges, authors, methods,
 ]  # fmt: skip
 
 
@@ -218,7 +277,7 @@ def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
 
 
 def test_a_model_that_is_not_installed_is_left_out(monkeypatch: Any, capsys: Any) -> None:
-    def missing() -> Any:
+    def missing(seed: int) -> Any:
         raise ImportError("it needs mini of PyPI")
 
     monkeypatch.setattr(layers, "MODELS", {"mini": missing})
