@@ -33,11 +33,10 @@ _LINE = 128  # bytes
 
 
 class RoutedCall(NamedTuple):
-    """A number of tokens, of experts of each, the most slots of a token tile, and the types of ids and weights."""
+    """A number of tokens, of experts of each, and the types of ids and weights."""
 
     tokens: int
     count: int
-    tile: int
     ids: torch.dtype
     weights: torch.dtype
 
@@ -46,31 +45,38 @@ class RoutedCall(NamedTuple):
         return self.tokens * self.count
 
 
-def routed_experts(gate_up: ExpertMatmul, down: ExpertMatmul, call: RoutedCall) -> RoutedExperts | None:
-    """Returns what runs such calls on GPUs; None where there are other launches than four, and in the emulator."""
+def routed_experts(gate_up: ExpertMatmul, down: ExpertMatmul, call: RoutedCall, tile: int) -> RoutedExperts | None:
+    """Returns what runs such calls on GPUs, in tiles of up to so many slots; None where there are other launches than
+    four, and in the emulator."""
     if gate_up.target.kind != "cuda" or not gate_up.spec.is_gated:
         return None
-    if not (gate_up.is_one_launch(call.tile, call.places) and down.is_one_launch(call.tile, call.places, True)):
+    if not (gate_up.is_one_launch(tile, call.places) and down.is_one_launch(tile, call.places, True)):
         return None
     route = route_kernel(call.places, call.count, gate_up.spec.experts, call.ids, gate_up.target.name)
     o = TORCH[down.spec.out_dtype]
     combine = combine_kernel(down.spec.outputs, call.count, o, call.weights, gate_up.target.name)
     if not (isinstance(route, CudaKernel) and isinstance(combine, CudaKernel)):
         return None
-    return RoutedExperts(gate_up, down, call, route, combine)
+    return RoutedExperts(gate_up, down, call, tile, route, combine)
 
 
 class RoutedExperts:
     """The launches of calls with one number of tokens. Any thread may call it."""
 
     def __init__(
-        self, gate_up: ExpertMatmul, down: ExpertMatmul, call: RoutedCall, route: CudaKernel, combine: CudaKernel
+        self,
+        gate_up: ExpertMatmul,
+        down: ExpertMatmul,
+        call: RoutedCall,
+        tile: int,
+        route: CudaKernel,
+        combine: CudaKernel,
     ) -> None:
         self._call, self._gate_up, self._down, self._route, self._combine = call, gate_up, down, route, combine
         self._x, self._act = (call.tokens, gate_up.spec.k), TORCH[gate_up.spec.act]
         self._y, self._out = (call.tokens, down.spec.outputs), TORCH[down.spec.out_dtype]
         *self._offsets, self._bytes = accumulate((-(-size // _LINE) * _LINE for size in self._sizes()), initial=0)
-        self._short = short_slots(call.tile)
+        self._tile, self._short = tile, short_slots(tile)
         self._functions: dict[int, tuple[Launcher, Launcher, Launcher, Launcher]] = {}
 
     def _sizes(self) -> Iterator[int]:
@@ -100,7 +106,7 @@ class RoutedExperts:
             between = allocate((self._bytes,), (1,), torch.uint8)
             begin, stream = between.data_ptr(), current_stream(device)
             rows, numbers, tiles, slots, a, o = [begin + offset for offset in self._offsets]
-            route(stream, True, ids.data_ptr(), rows, numbers, slots, tiles, call.tokens, call.tile, self._short)
+            route(stream, True, ids.data_ptr(), rows, numbers, slots, tiles, call.tokens, self._tile, self._short)
             addresses = [tensor.data_ptr() for tensor in gate_up]
             first(stream, is_settled(gate_up[0]), x.data_ptr(), a, call.places, *addresses, rows, tiles)
             addresses = [tensor.data_ptr() for tensor in down]
@@ -119,6 +125,6 @@ class RoutedExperts:
 
     def _load(self, device: int) -> tuple[Launcher, Launcher, Launcher, Launcher]:
         call = self._call
-        first, second = (each.launcher(device, call.tile, call.places) for each in (self._gate_up, self._down))
+        first, second = (each.launcher(device, self._tile, call.places) for each in (self._gate_up, self._down))
         found = self._route.function(device), first, second, self._combine.function(device)
         return self._functions.setdefault(device, found)

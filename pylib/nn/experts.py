@@ -35,7 +35,7 @@ from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, change_order, gate_o
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
 from lowbit.pylib.nn.rotated import INPUTS, Rotation
-from lowbit.pylib.nn.stacked_experts import Stacked, stacked, target_of
+from lowbit.pylib.nn.stacked_experts import Run, Stacked, kind_of_call, stacked, target_of
 from lowbit.pylib.operator.expert_calls import sum_of_experts
 from lowbit.pylib.operator.tracing import is_observed
 from lowbit.pylib.runtime.batch_invariant import MODE
@@ -128,6 +128,8 @@ class LowbitExperts(NoDense):
         if top_k_index is None or top_k_weights is None:
             raise SpecError("top_k_index without top_k_weights, or these alone: give both, or rows of x in order alone")
         if not (is_compiling() or is_observed()):
+            if (ready := self._ready(hidden_states, top_k_index, top_k_weights)) is not None:
+                return ready(hidden_states, top_k_index, top_k_weights)
             check_routing(hidden_states, top_k_index, top_k_weights, self._count)
         if (inputs := self._modules.get(INPUTS)) is not None:
             hidden_states = inputs(hidden_states)
@@ -139,6 +141,17 @@ class LowbitExperts(NoDense):
                 raise QuantizeError("experts in parts can't be trained beside; call them in torch.no_grad()")
             torch.distributed.all_reduce(result, group=self._group)
         return result
+
+    def _ready(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Run | None:
+        """Returns what ran a call with tensors alike on a GPU, if nothing has changed since."""
+        found = self._stacked.get(MODE.on)
+        ready = found and self._is_alone and found.ready.get(kind_of_call(x, top_k_index, top_k_weights))
+        return ready if ready and self._is_stacked() and not _trains(x, top_k_weights) else None
+
+    @property
+    def _is_alone(self) -> bool:
+        """Tells whether a call is that of these experts, with nothing before or after."""
+        return not self._is_part and self._group is None and INPUTS not in self._modules
 
     def _here(self, top_k_index: Tensor) -> Tensor:
         """Returns ids among the experts of this process; -1 for those of others."""
@@ -174,6 +187,8 @@ class LowbitExperts(NoDense):
             sum_of_experts(x, some.ids_here(top_k_index), top_k_weights, *some.matrices, some.tiles, gate, self._count)
             for some in found.formats
         ]
+        if x.is_cuda and self._is_alone and not (is_compiling() or is_observed()):
+            found.keep_ready(x, top_k_index, top_k_weights, self._count)
         if len(sums) == 1:
             return sums[0] if sums[0].dtype is x.dtype else sums[0].to(x.dtype)
         return torch.stack(sums).sum(0, dtype=torch.float32).to(x.dtype)
@@ -184,8 +199,7 @@ class LowbitExperts(NoDense):
         They are made outside of graphs, which would hold their memory; while torch.compile traces as well. A program
         that is exported holds the tensors of the layers, and these would be in it twice.
         """
-        trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
-        if trains or _is_exported() or target_of(x.device) is None:
+        if _trains(x, top_k_weights) or _is_exported() or target_of(x.device) is None:
             return None
         if is_compiling():
             _stack_all()
@@ -288,6 +302,11 @@ class LowbitExperts(NoDense):
 
 
 _alive: WeakSet[LowbitExperts] = WeakSet()
+
+
+def _trains(x: Tensor, top_k_weights: Tensor) -> bool:
+    """Tells whether a call needs gradients."""
+    return torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
 
 
 @assume_constant_result

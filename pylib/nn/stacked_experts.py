@@ -7,8 +7,8 @@ stacked again at the next call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_, itemgetter
 from typing import NamedTuple, cast
 
@@ -19,9 +19,11 @@ from torch.compiler import assume_constant_result
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.targets import parse_target
+from lowbit.pylib.experts.routed import RoutedCall
 from lowbit.pylib.nn.changes import CHANGES, watch
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, with_gate
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.operator.expert_schema import run_of
 from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.runtime.batch_invariant import called
 from lowbit.pylib.runtime.devices import target_at
@@ -30,7 +32,11 @@ from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.value_range import has_wide_range
 
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Returns the sum of each token's experts, of x, ids and weights."""
+
 _MOST_FORMATS = 8  # of the experts of a layer: each takes launches of its own, with experts that are hit or without
+_MOST_READY = 256  # kinds of calls: numbers of tokens, mostly
 _MOST_CODES = 1 << 28  # of experts whose weights are unpacked at a time, of a byte each
 
 
@@ -89,10 +95,12 @@ class Stacked:
 
     formats    the weights, by format; none where no kernel serves the experts of one together
     layers     the layers, as they were then
+    ready      what runs calls on a GPU, by `kind_of_call`: the host takes longer to find that out than to launch it
     """
 
     formats: tuple[StackedFormat, ...]
     layers: _Layers
+    ready: dict[object, Run] = field(default_factory=dict)
 
     def holds(self, lists: Sequence[nn.ModuleList]) -> bool:
         """Tells whether the layers are the same, and nobody has written to their codes."""
@@ -101,6 +109,32 @@ class Stacked:
     def takes(self, x: Tensor) -> bool:
         """Tells whether there are kernels, for an x [tokens, hidden] of this type and size."""
         return len(self.formats) > 0 and all(some.takes(x) for some in self.formats)
+
+    def keep_ready(self, x: Tensor, ids: Tensor, weights: Tensor, among: int) -> None:
+        """Keep what runs such a call, which has been checked, where it runs by `expert_schema.run_of` alone.
+
+        among   how many experts ids are spread over
+        """
+        first = self.formats[0]
+        gate_up, down = first.matrices
+        alone = len(self.formats) == 1 and first.numbers is None and gate_up.spec.is_gated
+        if not alone or TORCH[down.spec.out_dtype] is not x.dtype:
+            return
+        call = RoutedCall(ids.shape[0], ids.shape[1], ids.dtype, weights.dtype)
+        run = run_of(gate_up.kernel, down.kernel, first.tiles, among, call)
+        if len(self.ready) >= _MOST_READY:
+            self.ready.clear()
+
+        def ready(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return run(x, ids, weights, gate_up.tensors, down.tensors)
+
+        self.ready[kind_of_call(x, ids, weights)] = ready
+
+
+def kind_of_call(x: Tensor, ids: Tensor, weights: Tensor) -> object:
+    """Returns all that the launches of a call depend on, but for the weight."""
+    shapes = x.shape, ids.shape, weights.shape
+    return shapes, x.dtype, ids.dtype, weights.dtype, x.device, ids.device, weights.device
 
 
 class _Layers:

@@ -9,8 +9,8 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import cast
 
 import torch
@@ -20,15 +20,16 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.scheduling.expert_rule import tile_for
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.by_kernel import combine_by_kernel, route_by_kernel
-from lowbit.pylib.experts.routed import RoutedCall, RoutedExperts, routed_experts
+from lowbit.pylib.experts.routed import RoutedCall, routed_experts
 from lowbit.pylib.experts.routing import Routing
 from lowbit.pylib.operator.schema import parts
 from lowbit.pylib.runtime import expert_matmul as runtime
-from lowbit.pylib.runtime.own_kernels import aligned
 from lowbit.pylib.runtime.top_k_experts import TopKExperts, ids_and_weights, top_k_experts_of
 from lowbit.pylib.torch_types import TORCH
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
+Run = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""Returns the sum of each token's experts, of x, ids, weights, and the tensors of gate_up and down."""
 
 
 def route(top_k_index: Tensor, kernel: str, tile: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,14 +80,32 @@ def sum_of_experts(
     tiles         sizes of token tiles that both matrices have kernels for, the least first
     among         how many experts ids are spread over, those elsewhere among them; 0: those of the weights
     """
-    tokens, count = ids.shape
-    few = by_ids(gate_up_kernel, down_kernel, count, ids.dtype, weights.dtype)
-    if few is not None and 0 < tokens <= few.most_tokens:
-        return few(aligned(x), aligned(ids), aligned(weights), gate_up, down)
-    tile = tile_for(tiles, tokens * count, among or parts(gate_up_kernel)["spec"].experts)
-    routed = _routed(gate_up_kernel, down_kernel, RoutedCall(tokens, count, tile, ids.dtype, weights.dtype))
-    if routed is not None:
-        return routed(x, ids, weights, gate_up, down)
+    call = RoutedCall(ids.shape[0], ids.shape[1], ids.dtype, weights.dtype)
+    return run_of(gate_up_kernel, down_kernel, tuple(tiles), among, call)(x, ids, weights, gate_up, down)
+
+
+@lru_cache(maxsize=1024)
+def run_of(gate_up: str, down: str, tiles: tuple[int, ...], among: int, call: RoutedCall) -> Run:
+    """Returns what runs calls of this kind: in two launches by ids, in four, or operator by operator."""
+    few = by_ids(gate_up, down, call.count, call.ids, call.weights)
+    if few is not None and 0 < call.tokens <= few.most_tokens:
+        return few
+    tile = tile_for(tiles, call.places, among or parts(gate_up)["spec"].experts)
+    routed = routed_experts(_matmul_of(gate_up), _matmul_of(down), call, tile)
+    return routed or partial(_one_by_one, gate_up, down, tile)
+
+
+def _one_by_one(
+    gate_up_kernel: str,
+    down_kernel: str,
+    tile: int,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+) -> Tensor:
+    """Returns the sum of each token's experts by the other operators."""
     rows, numbers, table, slots = route(ids, gate_up_kernel, tile)
     a = expert_matmul(x, rows, table, gate_up, gate_up_kernel, tile)
     o = expert_matmul(a, numbers, table, down, down_kernel, tile, in_order=True)
@@ -99,11 +118,6 @@ def by_ids(gate_up: str, down: str, count: int, ids: torch.dtype, weights: torch
     top_k = ids_and_weights(count, ids, weights)
     target = parse_target(parts(gate_up)["target"])
     return top_k and top_k_experts_of(parts(gate_up)["spec"], parts(down)["spec"], top_k, target)
-
-
-@lru_cache(maxsize=1024)
-def _routed(gate_up: str, down: str, call: RoutedCall) -> RoutedExperts | None:
-    return routed_experts(_matmul_of(gate_up), _matmul_of(down), call)
 
 
 @lru_cache(maxsize=None)

@@ -31,6 +31,7 @@ from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
 from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
 from lowbit.pylib.runtime.interface import argument_order, check_x_on_cpu, memory_of, unwritten
+from lowbit.pylib.runtime.own_kernels import aligned
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.tensor_checks import address_of
 
@@ -85,15 +86,16 @@ class TopKExperts:
     ) -> Tensor:
         """Returns the sum of each token's experts [tokens, hidden].
 
-        x             [tokens, k] in the act type, as memory has it one row after the other, from 16 bytes on
-        ids, weights  [tokens, experts of a token], likewise
+        x             [tokens, k] in the act type
+        ids, weights  [tokens, experts of a token]
         gate_up, down  the tensors of the specs, in their order
         """
         tokens = x.shape[0]
         if not tokens:
             return x.new_empty((0, self._down.spec.outputs), dtype=TORCH[self._down.spec.out_dtype])
-        a = self._gate_up.run(x, ids.numel(), gate_up, (ids,))
-        return self._down.run(a, tokens, down, (ids, weights))
+        ids = aligned(ids)
+        a = self._gate_up.run(aligned(x), ids.numel(), gate_up, (ids,))
+        return self._down.run(a, tokens, down, (ids, aligned(weights)))
 
     @property
     def requests(self) -> tuple[KernelRequest, KernelRequest]:

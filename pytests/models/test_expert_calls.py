@@ -53,6 +53,7 @@ def call(request: pytest.FixtureRequest, experts: LowbitExperts, monkeypatch: py
         return few
 
     monkeypatch.setattr(expert_schema, "by_ids", by_ids)
+    monkeypatch.setattr(expert_schema, "run_of", expert_schema.run_of.__wrapped__)  # which keeps what `by_ids` gave
     for module in (stacked_experts, experts_module):
         monkeypatch.setattr(module, "target_of", lambda _: target)
     experts._stacked = {}
@@ -100,6 +101,27 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 def test_the_sum_is_that_of_the_definition(call: Call, experts: LowbitExperts, tokens: int) -> None:
     given = inputs(tokens)
     assert_close(call(*given), defined(experts, *given))
+
+
+@pytest.mark.parametrize("call", ["by ids"], indirect=True)
+def test_a_ready_call_is_taken_until_something_changes(call: Call, experts: LowbitExperts) -> None:
+    x, ids, weights = inputs(3)
+    expected = call(x, ids, weights)
+    found, kind = experts._stacked[False], stacked_experts.kind_of_call(x, ids, weights)
+    found.keep_ready(x, ids, weights, EXPERTS)  # a call on a GPU does
+    assert bool((found.ready[kind](x, ids, weights) == expected).all())
+    ready = torch.zeros(())
+    found.ready[kind] = lambda *_: ready
+    assert call(x, ids, weights) is ready
+    assert call(x[:2], ids[:2], weights[:2]) is not ready
+    assert call(x, ids.int(), weights) is not ready and call(x, ids, weights.double()) is not ready
+    with lowbit.batch_invariant():
+        assert call(x, ids, weights) is not ready
+    weights.requires_grad_()
+    assert experts(x, ids, weights) is not ready
+    hook = experts.down[1].register_forward_hook(lambda *_: None)
+    assert call(x, ids, weights.detach()) is not ready
+    hook.remove()
 
 
 def test_no_tokens(call: Call) -> None:

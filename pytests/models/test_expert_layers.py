@@ -651,6 +651,7 @@ def test_token_tiles_follow_from_all_experts_that_ids_are_spread_over(monkeypatc
     """Of 100 slots of 5 experts, one that has a format of its own has 20 or so, and not 100."""
     found, tile_for = list[int](), expert_schema.tile_for
     monkeypatch.setattr(expert_schema, "tile_for", lambda *given: found.append(given[2]) or tile_for(*given))
+    monkeypatch.setattr(expert_schema, "run_of", expert_schema.run_of.__wrapped__)
     experts, call = quantized(), call_of(50)
     experts(*call)
     _of_two_formats(experts)

@@ -126,8 +126,8 @@ def test_what_is_between_launches_is_laid_out_for_all(
     monkeypatch.setattr(routed, "current_stream", lambda device: 0)
     route = Around(route_kernel(places, COUNT, EXPERTS, ids, TARGET), memory)
     combine = Around(combine_kernel(HIDDEN, COUNT, torch.bfloat16, weights, TARGET), memory)
-    call = RoutedCall(tokens, COUNT, tile, ids, weights)
-    run = RoutedExperts(*matmuls, call, route, combine)  # type: ignore[arg-type]
+    call = RoutedCall(tokens, COUNT, ids, weights)
+    run = RoutedExperts(*matmuls, call, tile, route, combine)  # type: ignore[arg-type]
     y = run(x, chosen, by, *stored)
     assert y.shape == expected.shape and bool((y.view(torch.int16) == expected.view(torch.int16)).all())
     with pytest.raises(SpecError, match=rf"x must be torch.bfloat16 \[{tokens}, {HIDDEN}\]"):
@@ -137,11 +137,11 @@ def test_what_is_between_launches_is_laid_out_for_all(
 
 
 def test_only_calls_of_four_launches_are_taken() -> None:
-    call = RoutedCall(4, COUNT, 8, torch.int64, torch.float32)
+    call = RoutedCall(4, COUNT, torch.int64, torch.float32)
 
     def served(gate_up: MatmulSpec, down: MatmulSpec, target: str, call: RoutedCall = call) -> bool:
         first, second = (ExpertMatmul(spec_of_experts(spec, EXPERTS), parse_target(target)) for spec in (gate_up, down))
-        return routed_experts(first, second, call) is not None
+        return routed_experts(first, second, call, 8) is not None
 
     assert served(GATE_UP, DOWN, "sm_80") and served(GATE_UP, DOWN, "sm_90a")
     assert not served(GATE_UP, DOWN, TARGET) and not served(GATE_UP, DOWN, "cpu")
