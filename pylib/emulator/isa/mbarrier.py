@@ -14,7 +14,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.machine.barrier_object import MAX_COUNT, MBarrier
 from lowbit.pylib.emulator.machine.decoder import Op, Pointer, instruction
-from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, all_of, any_of, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, all_of, any_of, distinct, require
 from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.memory import SHARED_WINDOW
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
@@ -51,7 +51,7 @@ def barriers_at(op: Op, address: Pointer, local: bool = False) -> Callable[[Arra
             parts = [(np.arange(len(lanes)), block.shared, at)]
         else:
             parts = block.cluster_memory.parts(lanes, at, barrier=True)
-        return [(some[where == one], memory, one) for some, memory, where in parts for one in np.unique(where).tolist()]
+        return [(some[where == one], memory, one) for some, memory, where in parts for one in distinct(where)]
 
     return groups
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of, distinct, require
 from lowbit.pylib.emulator.machine.races import ClusterClock, RaceClock
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.emulator.machine.transfers import Transfers
@@ -155,7 +155,7 @@ class ClusterMemory:
             raise Fault(f"out of bounds: {int(address[first]):#x} is no .shared::cluster address", int(lanes[first]))
         parts = list[tuple[Array, SharedMemory, Array]]()
         target = np.where(number == 0, self.rank, number - 1)
-        for rank in np.unique(target).tolist():
+        for rank in distinct(target):
             some = np.flatnonzero(target == rank)
             memory = self.cluster.reach(self.rank, rank, lanes[some], barrier)
             parts.append((some, memory, self.cluster.offset(address[some])))

@@ -20,6 +20,13 @@ def all_of(mask: Array) -> bool:
     return int(np.count_nonzero(mask)) == mask.size
 
 
+def distinct(values: Array) -> list[int]:
+    """The integers among some, each once, in ascending order. Mostly all are one and the same, which takes half as long
+    to find out as to sort them."""
+    first = values[:1]
+    return first.tolist() if all_of(values == first) else np.unique(values).tolist()
+
+
 class Fault(Exception):
     """A mistake of the running kernel. `lane` is the thread at fault, where there is one."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowbit.pylib.emulator.machine.barrier_object import MBarrier
-from lowbit.pylib.emulator.machine.faults import Array, all_of, any_of
+from lowbit.pylib.emulator.machine.faults import Array, any_of, distinct
 
 
 class Landings:
@@ -26,7 +26,7 @@ class Landings:
         """Tells whether all of `lanes` [n or 1, several] have waited for the bulk copies of the `byte` [n, size]."""
         shown = np.zeros(byte.shape, np.bool_)
         serials = self.serial[byte]
-        for serial in _different(serials):
+        for serial in filter(None, distinct(serials.ravel())):
             here = serials == serial
             shown |= here & self._waited(serial)[lanes].all(axis=1, keepdims=True)
         return shown
@@ -42,9 +42,3 @@ class Landings:
             if any_of(waited if members is None else waited & members):
                 found += [byte[self.serial[byte] == serial] for byte in self.bytes.pop(serial)]
         return np.concatenate(found) if found else None
-
-
-def _different(serials: Array) -> list[int]:
-    """The numbers of phases, each once. Most bytes that are read together are of one phase: no need to sort them."""
-    first = int(serials.flat[0]) if serials.size else 0
-    return [first] if first and all_of(serials == first) else np.unique(serials[serials > 0]).tolist()

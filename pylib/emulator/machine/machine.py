@@ -20,7 +20,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.machine.cluster import Cluster, ClusterMemory
 from lowbit.pylib.emulator.machine.copy_queue import CopyQueue
-from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of
+from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of, distinct
 from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.emulator.machine.step_results import WARP, Arrive, Converge, Exit, Jump, Mask, Outcome, Scatter, Step
@@ -194,7 +194,7 @@ class Block:
                 self._join(target, some)
             case Scatter(targets=targets):
                 self._join(at + 1, group & ~some)
-                for target in np.unique(targets[some]).tolist():
+                for target in distinct(targets[some]):
                     self._join(target, some & (targets == target))
             case Exit():
                 self._join(at + 1, group & ~some)
@@ -211,7 +211,7 @@ class Block:
             case Arrive():
                 self._join(at + 1, group & ~some if outcome.wait else group)
                 numbers = np.broadcast_to(outcome.number, some.shape)
-                for number in np.unique(numbers[some]).tolist():
+                for number in distinct(numbers[some]):
                     self._arrive(outcome, number, at, some & (numbers == number))
 
     def _exit(self, some: Array, at: int) -> None:

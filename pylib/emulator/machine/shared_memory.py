@@ -8,7 +8,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.machine.async_proxy import AsyncProxy
 from lowbit.pylib.emulator.machine.barrier_object import SIZE, MBarrier, MBarriers
-from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of, distinct, require
 from lowbit.pylib.emulator.machine.landings import Landings
 from lowbit.pylib.emulator.machine.races import WARPGROUP, ClusterRaceDetector, RaceDetector, bytes_of
 
@@ -214,7 +214,7 @@ class SharedMemory:
             self.proxy.begin_write(lanes, row, size)
         time = 0
         if self.races:
-            for lane in np.unique(lanes).tolist():
+            for lane in distinct(lanes):
                 time = self.races.begin_transfer(by, lane, row[lanes == lane], size)
         self.state.reshape(-1, size)[row] = IN_FLIGHT
         self.copier.reshape(-1, size)[row] = BULK
