@@ -52,6 +52,8 @@ SPECS = {
     "float zeros of small groups": S(128, K, "u2", 16, zeros="float"),
     "offsets": S(128, K, "u3", 32, zeros="offset", act="bf16", scale="bf16"),
     "offsets of floats": S(128, K, "f4e2m1", 64, zeros="offset", row_scales=True),
+    "float zeros of rows": S(128, K, "u4", zeros="float"),
+    "offsets of rows": S(128, K, "i8", zeros="offset", act="bf16", scale="bf16", row_scales=True),
     "q4_k": S.preset("q4_k", 128, 2 * K),
     "q3_k": S.preset("q3_k", 128, 2 * K),
     "nested nf4": S.preset("nf4_nested", 128, K, act="bf16"),
@@ -201,6 +203,17 @@ def test_k_need_not_be_whole_chains(k: int, target: Target, group: int) -> None:
     assert torch.equal(multiplied(spec, schedule, order, x, tensors, target)[:8], few)
 
 
+@pytest.mark.parametrize("by_wgmma", [True, False])
+def test_x_is_added_up_step_by_step_for_zeros_of_rows(by_wgmma: bool) -> None:
+    """Where panels hold several steps, too."""
+    spec, target = invariant("float zeros of rows"), TARGET if by_wgmma else AMPERE
+    schedule = (PrefillInOrderSchedule if by_wgmma else PrefillMmaInOrderSchedule)(panel_k=128, order_step_k=64)
+    order = SumOrder(1, 1, 64, products_of(spec))
+    x, tensors = random_inputs(spec, ROWS, 1)
+    few = multiplied(spec, in_order(DECODE, spec, 8, order, target)[0], order, x[:8], tensors, target)
+    assert torch.equal(multiplied(spec, schedule, order, x, tensors, target)[:8], few)
+
+
 ASSEMBLED = [parse_target(name) for name in ("sm_90a", "sm_80")]
 IN_TYPE = [("u4", "f16"), ("u3", "bf16"), ("f6e3m2", "bf16"), ("nf4", "f16"), ("i8", "bf16")]
 
@@ -223,6 +236,7 @@ def check_registers(kernel: KernelRequest, most: int) -> None:
 
 OF_MORE_NUMBERS = {
     "float zeros": S(8192, 8192, "u4", 128, zeros="float"),
+    "float zeros of rows": S(8192, 8192, "u4", zeros="float"),
     "float zeros of u3": S(8192, 8192, "u3", 64, zeros="float", act="bf16"),
     "q4_1": S.preset("q4_1", 8192, 8192),
     "q4_k": S.preset("q4_k", 8192, 8192),
@@ -276,7 +290,16 @@ def test_prompts_are_one_launch(size: tuple[int, int], compute: Any) -> None:
     ("spec", "schedule", "message"),
     [
         (S(128, 1024, "u4", 128), PrefillInOrderSchedule(), "is for invariant matmuls; take a PrefillSchedule"),
-        (S(128, 1024, "u4", zeros="float", invariant=True), PrefillInOrderSchedule(), "does not serve float zeros"),
+        (
+            S(128, 1024, "u4", 64, outliers=True, invariant=True),
+            PrefillInOrderSchedule(),
+            "does not serve experts, products of 8 bits and outliers; take a Schedule",
+        ),
+        (
+            S(128, 1024, "u4", zeros="float", invariant=True),
+            PrefillInOrderSchedule(order_step_k=256),
+            "do not hold steps of 256, over which x is added; take another panel_k",
+        ),
         (
             S(128, 1024, "u4", 128, invariant=True),
             PrefillInOrderSchedule(panel_k=64, order_warps_k=2),

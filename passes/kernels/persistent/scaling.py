@@ -166,7 +166,7 @@ class Scaling:
         spec = self.spec
         if spec.compute:
             return self.round.schedule.order is not None and (spec.zeros != "none" or spec.dtype.kind == "int")
-        return self.scaled is Scaled.PRODUCTS and spec.zeros in ("float", "offset")
+        return not self.of_weights and spec.zeros in ("float", "offset")
 
     @property
     def exponent(self) -> int:

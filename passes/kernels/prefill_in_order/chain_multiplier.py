@@ -54,13 +54,19 @@ class ChainMultiplier:
         tokens = turn.shape.tokens
         sums, parts = self._sums[tokens], self.products.parts_of(tokens) if self.products.columns else 1
 
+        held, of_rows = len(carried), self._of_x if not self.products.columns else None  # else products have zeros
+
         def round_(index: Scalar, carried: list[Tile]) -> list[Tile]:
-            return self._round(turn, sums, index, self.weight.registers.like(carried))
+            return self._round(turn, sums, index, self.weight.registers.like(carried[:held]), carried[held:])
 
         def chain(number: Scalar, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
             sums.begin_tile()
-            carried = rounds_of_chain(self.p, chains, number, carried, round_)
-            return carried, [self.weight.scaled(each, turn.here.row_tile) for each in list(sums.end_tile())]
+            first = [of_rows.zero(tokens)] if of_rows else []
+            found = rounds_of_chain(self.p, chains, number, [*carried, *first], round_)
+            of_chain, of_x = list(sums.end_tile()), None
+            if of_rows:
+                of_x = self.p.load(of_rows.of_chain(found[held]), (0, 0), self._layout(tokens).reduce((0,)))
+            return found[:held], [self.weight.scaled(each, turn.here.row_tile, of_x) for each in of_chain]
 
         chains, layouts = self.plan.tiles.chains, [self._layout(tokens // parts)] * parts
         found = chain_by_chain(self.p, chains, layouts, carried, chain)
@@ -70,8 +76,11 @@ class ChainMultiplier:
     def leave(self) -> None:
         """Does nothing: products end before sums are read."""
 
-    def _round(self, turn: Turn, sums: Sums, index: Scalar, registers: WeightRegisters) -> list[Tile]:
-        """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
+    def _round(
+        self, turn: Turn, sums: Sums, index: Scalar, registers: WeightRegisters, of_rows: list[Tile]
+    ) -> list[Tile]:
+        """Multiplies the columns of a round. What the registers held is replaced by what the next round needs. of_rows:
+        the sums of x of the chain so far, where rows have one scale and x is added up."""
         weight, scales = self.weight, self.weight.scales
         row_tile, following = turn.coming(index)
         coming, number = (row_tile, self.plan.tiles.chains.start(following)), turn.rounds_before + index
@@ -85,8 +94,10 @@ class ChainMultiplier:
                 self.p.materialize(a)
             x = self.panels.wait(turn, index, panel)
             sums.begin_panel(list(self._products(x, panel, columns, ready, of_products)))
-            if self._of_x:
+            if self._of_x and self.products.columns:
                 self._of_x.fill(x, panel, turn.shape.tokens)
+            elif self._of_x:
+                of_rows = [self._of_x.add(total, x, turn.shape.tokens) for total in of_rows]
             self.panels.copy_later(turn, index, panel)
             self.panels.release_before(panel)
             sums.begin_others()
@@ -94,7 +105,7 @@ class ChainMultiplier:
             sums.end_panel()
         sums.end_round()
         scales.await_copies()
-        return registers.flat()
+        return [*registers.flat(), *of_rows]
 
     def _products(
         self,

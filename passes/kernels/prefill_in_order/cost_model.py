@@ -36,6 +36,8 @@ def predict(spec: MatmulSpec, tokens: int, s: PrefillInOrderSchedule, target: Ta
         of_chain += count * (_PER_TOKEN * s.tokens + _WAIT[s.banks - 1] * s.parts)
         if plan.scaling.sums_x:
             of_chain += count * (_PER_TOKEN * s.tokens + _sums_of_x(s, products) / products.per_panel)
+    elif plan.scaling.sums_x:
+        of_chain += chains.steps * chains.order.step_k / s.panel_k * _sums_of_x(s, products)
     return cost_model.predict(spec, tokens, s, target) + waves_of(plan, tokens, target).count * chains.count * of_chain
 
 

@@ -24,8 +24,6 @@ def misfit(spec: MatmulSpec) -> str:
     served by kernels for few tokens then, launch after launch."""
     if spec.experts > 1 or spec.compute or spec.outliers:
         return "experts, products of 8 bits and outliers"
-    if spec.group_size is None and spec.zeros not in ("none", "int"):
-        return "float zeros and offsets of rows"
     if compute_element(spec.dtype, spec.act) != spec.act:
         return "codes that x's type does not hold"
     return ""

@@ -27,20 +27,28 @@ class OrderedWeight(Weight):
         scale = load("scales")
         return convert.with_exponent(scale), convert.beside(scale, load) if scaling.sums_x else None
 
-    def scaled(self, sums: Tile, row_tile: Scalar) -> Tile:
-        """Returns the sums of a chain times the scales of rows, if these have one for all columns."""
+    def scaled(self, sums: Tile, row_tile: Scalar, sums_of_x: Tile | None = None) -> Tile:
+        """Returns the sums of a chain times the scales of rows, if these have one for all columns, with zeros or
+        offsets added by the sums of x [1, tokens]."""
         if self.plan.scaling.groups:
             return sums
-        slot = self.plan.spec.slot("scales")
-        scale = self.scales.convert.as_f32(self.scales.rows_at(slot, row_tile).load(), slot.storage)
-        scale = self.p.reshape(scale, self.scales.row_layout.shape)
-        return self.p.mul(sums, self.scales.convert.with_exponent(scale))
+        p, convert = self.p, self.scales.convert
+
+        def load(name: str) -> Tile:
+            return self._of_rows(name, row_tile)
+
+        scale = load("scales")
+        result = p.mul(sums, convert.with_exponent(scale))
+        return result if sums_of_x is None else p.fma(convert.beside(scale, load), sums_of_x, result)
+
+    def _of_rows(self, name: str, row_tile: Scalar) -> Tile:
+        """One number of every row in f32 [rows, 1]."""
+        slot = self.plan.spec.slot(name)
+        number = self.scales.convert.as_f32(self.scales.rows_at(slot, row_tile).load(), slot.storage)
+        return self.p.reshape(number, self.scales.row_layout.shape)
 
     def finish_of(self, row_tile: Scalar) -> Finish:
-        p, spec = self.p, self.plan.spec
-        if not spec.row_scales:
+        if not self.plan.spec.row_scales:
             return lambda total, token: total
-        slot = spec.slot("row_scales")
-        scale = self.scales.convert.as_f32(self.scales.rows_at(slot, row_tile).load(), slot.storage)
-        scale = p.reshape(scale, self.scales.row_layout.shape)
-        return lambda total, token: p.mul(total, scale)
+        scale = self._of_rows("row_scales", row_tile)
+        return lambda total, token: self.p.mul(total, scale)

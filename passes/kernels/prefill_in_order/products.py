@@ -32,7 +32,14 @@ class Products:
         panel_k = self.plan.schedule.panel_k
         if self.columns and panel_k % self.columns:
             return f"panels of panel_k={panel_k} columns do not hold products of {self.columns}"
+        if self.plan.scaling.sums_x and panel_k % self.sum_columns:
+            return f"panels of panel_k={panel_k} columns do not hold steps of {self.sum_columns}, over which x is added"
         return ""
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns over which x is added up from zero: those of a product, or of a step where rows have one scale."""
+        return self.columns or self.plan.tiles.chains.order.step_k
 
     @property
     def per_panel(self) -> int:
@@ -49,9 +56,9 @@ class Products:
 
     def sharing(self, tokens: int) -> tuple[int, int]:
         """Returns how many warps share out the products and the tokens of a panel where they add up x; what is left of
-        them does the same."""
+        them does the same. Sums over rows are added in order: a warp has all of a token's."""
         along_tokens = math.gcd(WARPS, tokens // MMA_TOKENS)
-        return math.gcd(WARPS // along_tokens, self.per_panel), along_tokens
+        return math.gcd(WARPS // along_tokens, self.per_panel) if self.columns else 1, along_tokens
 
     def parts_of(self, tokens: int) -> int:
         """Returns the parts that a tile or slice of so many tokens is multiplied in."""

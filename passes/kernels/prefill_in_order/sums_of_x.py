@@ -19,12 +19,13 @@ from lowbit.passes.kernels.prefill_in_order.products import MMA_TOKENS, Products
 
 class SumsOfX:
     """Sums of the panels in shared memory [stages x products of a panel, 1, tokens] in f32: a panel's are written once,
-    and are read until its stage is filled again."""
+    and are read until its stage is filled again. Where rows have one scale there is a sum over each chain, to which
+    warps add step by step in registers."""
 
     def __init__(self, p: Program, plan: PersistentPlan, products: Products) -> None:
         self.p, self.plan, self._products, s = p, plan, products, plan.schedule
-        self._columns, self._count = products.columns, products.per_panel
-        self._buffer = p.alloc_shared("f32", (s.num_stages * self._count, 1, s.tokens))
+        self._columns, self._count = products.sum_columns, products.per_panel
+        self._buffer = p.alloc_shared("f32", (s.num_stages * self._count if products.columns else 1, 1, s.tokens))
 
     def fill(self, x: Memory, panel: int, tokens: int) -> None:
         """Adds up a panel, whose stage is `x`, and waits for all warps to have done so."""
@@ -35,6 +36,24 @@ class SumsOfX:
         for first, sums in every.items():
             p.store(sums, self._buffer, (self._first(panel) + first, 0, 0))
         p.barrier()
+
+    def zero(self, tokens: int) -> Tile:
+        """Returns a warp's share of the sums over a chain, before its first panel."""
+        return self.p.constant(0.0, "f32", self._row(self._products.sharing(tokens), tokens))
+
+    def add(self, total: Tile, x: Memory, tokens: int) -> Tile:
+        """Returns this share with a panel, whose stage is `x`, added step by step."""
+        for step in range(self.plan.schedule.panel_k // self._columns):
+            total = self.p.add(total, self._added(x, step, tokens))
+        return total
+
+    def of_chain(self, total: Tile) -> Memory:
+        """Stores the sums over a chain, when all have read those of the chain before. Returns them [1, tokens]."""
+        self.p.barrier()
+        self.p.materialize(total, by_all=True)  # before it is stored, by some lanes
+        self.p.store(total, self._buffer, (0, 0, 0))
+        self.p.barrier()
+        return self.p.stage(self._buffer, 0)
 
     def _added(self, x: Memory, first: int, tokens: int) -> Tile:
         """Returns the sums of as many products as warps share out, from a panel's product on [products, 1, tokens]."""

@@ -50,26 +50,35 @@ class MmaChainMultiplier:
         """Does nothing: scales are waited for with the first panel of x."""
 
     def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
-        p, chains, layouts = self.p, self.plan.tiles.chains, [self._layouts.sums] * self._parts
+        p, chains, layouts, held = self.p, self.plan.tiles.chains, [self._layouts.sums] * self._parts, len(carried)
+        of_rows = [layout.reduce((0,)) for layout in layouts] if self._adds_rows else []
 
         def chain(number: Scalar, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
-            zeros = [p.constant(0.0, "f32", layout) for layout in layouts]
+            zeros = [p.constant(0.0, "f32", layout) for layout in (*layouts, *of_rows)]
             found = rounds_of_chain(
-                p, chains, number, [*carried, *zeros], lambda index, carried: self._round(turn, index, carried)
+                p, chains, number, [*carried, *zeros], lambda index, carried: self._round(turn, index, carried, held)
             )
-            carried, sums = found[: -self._parts], found[-self._parts :]
-            return carried, [self.weight.scaled(each, turn.here.row_tile) for each in sums]
+            sums, of_x = found[held : held + self._parts], found[held + self._parts :] or [None] * self._parts
+            scaled = self.weight.scaled
+            return found[:held], [scaled(*each) for each in zip(sums, [turn.here.row_tile] * self._parts, of_x)]
 
         return chain_by_chain(p, chains, layouts, carried, chain)
+
+    @property
+    def _adds_rows(self) -> bool:
+        """Whether x is added up over chains, as rows have one scale."""
+        return self.plan.scaling.sums_x and not self._products.columns
 
     def leave(self) -> None:
         """Waits for copies of panels that nobody reads."""
         self.p.wait()
 
-    def _round(self, turn: Turn, index: Scalar, carried: list[Tile]) -> list[Tile]:
-        """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
+    def _round(self, turn: Turn, index: Scalar, carried: list[Tile], held: int) -> list[Tile]:
+        """Multiplies the columns of a round. What the registers held is replaced by what the next round needs. carried:
+        so many tiles that are held of the weight, the sums of parts, and sums of x, where they are over chains."""
         weight, chains, s = self.weight, self.plan.tiles.chains, self.plan.schedule
-        registers, sums = weight.registers.like(carried[: -self._parts]), carried[-self._parts :]
+        registers, sums = weight.registers.like(carried[:held]), carried[held : held + self._parts]
+        of_rows = carried[held + self._parts :]
         row_tile, following = turn.coming(index)
         coming, number = (row_tile, chains.start(following)), turn.rounds_before + index
         weight.scales.use(number % 2)
@@ -78,11 +87,13 @@ class MmaChainMultiplier:
             for part, total in enumerate(sums):
                 x = self._layouts.load_x(self.p, self.p.stage(stage, part), s.tokens)
                 sums[part] = self._add_products(total, weights, x)
+                if of_rows:
+                    of_rows[part] = self._add_steps(of_rows[part], x)
             self.panels.copy_later(turn, index, panel)
             weight.load_next_round(registers, panel, *coming)
             if panel == 0:  # all warps are done with the round before
                 weight.scales.copy(*coming, (number + 1) % 2)
-        return [*registers.flat(), *sums]
+        return [*registers.flat(), *sums, *of_rows]
 
     def _weights(self, panel: int, registers: WeightRegisters) -> list[_Weights]:
         """The weights of a panel by product."""
@@ -100,6 +111,13 @@ class MmaChainMultiplier:
         for some in weights:
             total = self._added(total, some, self.p.slice(x, 1, some.columns.start, some.columns.width))
         self.p.materialize(total)  # before the next part: the registers of products are free again
+        return total
+
+    def _add_steps(self, total: Tile, x: Tile) -> Tile:
+        """The sums of x of a part, and those of the steps of a panel, one by one."""
+        p, step = self.p, self._products.sum_columns
+        for first in range(0, self.plan.schedule.panel_k, step):
+            total = p.add(total, p.row_sums(p.slice(x, 1, first, step), total.layout))
         return total
 
     def _added(self, total: Tile, some: _Weights, x: Tile) -> Tile:
