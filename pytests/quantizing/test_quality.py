@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import struct
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -33,6 +35,7 @@ from benchmarks.quality import (
     spqr,
     spqr_plans,
     train,
+    whisper,
 )
 from benchmarks.quality import section as section_module
 from benchmarks.quality.layers import LARGE
@@ -161,7 +164,13 @@ def test_sentences_of_one_length_are_a_batch_without_padding() -> None:
 
 
 def test_parts_of_a_text_have_no_sentence_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By windows, and by batches of sentences."""
     monkeypatch.setattr(layers, "TOKENS", 1024)
+    parts = [layers._windows(lambda text: list(text.encode()), seed, [7]) for seed in (0, 1)]
+    for text in layers.TEXTS:
+        first, second = (torch.cat(part[text]) for part in parts)
+        assert first.shape == second.shape == (8, layers.LONGEST) and bool((first[:, 0] == 7).all())
+        assert not torch.equal(first, second)
     sentences = [str(i) for i in range(400)]
     ids = [[n for batch in layers._tokens(_numbers, sentences, seed) for n in batch["input_ids"][:, 0].tolist()]
            for seed in (0, 1)]  # fmt: skip
@@ -171,6 +180,29 @@ def test_parts_of_a_text_have_no_sentence_in_common(monkeypatch: pytest.MonkeyPa
 def _numbers(lines: list[str], **_: Any) -> dict[str, torch.Tensor]:
     tokens = torch.tensor([[int(line)] * 8 for line in lines])
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def test_variables_of_a_file_of_ctranslate2() -> None:
+    """Queries, keys and values are parts of one matrix; keys have no bias."""
+    rows = torch.arange(12.0).half().view(6, 2)
+
+    def variable(name: str, value: torch.Tensor) -> bytes:
+        data, label = value.numpy().tobytes(), name.encode() + b"\0"
+        shape = struct.pack(f"<B{value.ndim}I", value.ndim, *value.shape)
+        return struct.pack("<H", len(label)) + label + shape + struct.pack("<BI", 4, len(data)) + data
+
+    name = "decoder/layer_0/self_attention/linear_0"
+    spec = struct.pack("<IH", 6, 12) + b"WhisperSpec\0" + struct.pack("<II", 3, 2)
+    file = spec + variable(f"{name}/weight", rows) + variable(f"{name}/bias", rows[:, 0])
+    known = dict(whisper.variables(io.BytesIO(file)))
+    assert torch.equal(known[f"{name}/weight"], rows)
+    places = {f"{side}/position_encodings/encodings": rows for side in ("encoder", "decoder")}
+    found = whisper.renamed(known | places)
+    assert torch.equal(found["decoder.layers.0.self_attn.k_proj.weight"], rows[2:4])
+    assert torch.equal(found["decoder.layers.0.self_attn.v_proj.bias"], rows[4:, 0])
+    assert "decoder.layers.0.self_attn.k_proj.bias" not in found
+    with pytest.raises(ValueError, match="version 5 of WhisperSpec; it must be version 6"):
+        list(whisper.variables(io.BytesIO(struct.pack("<I", 5) + spec[4:])))
 
 
 def test_the_mixes_of_llama_cpp() -> None:
@@ -267,7 +299,7 @@ def test_roots_of_groups_stand_for_inputs_of_groups() -> None:
 
 
 def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
-    """At any width, but for what the page says; many of these layers have few large weights, in four models."""
+    """At any width, but for what the page says; many of these layers have few large weights."""
     records = ranges.SECTION.records()
     assert sum(record["kurtosis"] > LARGE for record in records) >= 11
     assert {record["layer"].split()[0] for record in records} == set(layers.MODELS)
