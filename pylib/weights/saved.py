@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -72,10 +73,19 @@ def _names(tensors: Mapping[str, Tensor]) -> str:
 
 def _read_json(saved: Tensor) -> dict[str, Any]:
     """Returns what `write_spec` wrote."""
+    return _parsed(_text_of(saved))
+
+
+def _text_of(saved: Tensor) -> bytes:
+    """Returns the text that a tensor holds; nothing of one that holds none."""
+    is_text = has_memory(saved) and saved.dtype == torch.uint8 and saved.ndim == 1 and len(saved) <= LONGEST_SPEC
+    return bytes(saved.tolist()) if is_text else b""
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     about: Any = None
-    if has_memory(saved) and saved.dtype == torch.uint8 and saved.ndim == 1 and len(saved) <= LONGEST_SPEC:
-        with suppress(ValueError, RecursionError):  # no JSON, or too deep
-            about = json.loads(bytes(saved.tolist()))
+    with suppress(ValueError, RecursionError):  # no JSON, or too deep
+        about = json.loads(text)
     if not isinstance(about, dict):
         raise PackError("'spec' is not what state_dict() gave; was it converted to another type, or damaged?")
     return cast(dict[str, Any], about)
@@ -95,7 +105,13 @@ def _for(wanted: MatmulSpec | None, about: dict[str, Any]) -> MatmulSpec:
 
 def read_spec(saved: Tensor) -> MatmulSpec:
     """Returns what a weight was packed for, of what `write_spec` wrote. Raises PackError."""
-    return _for(None, _read_json(saved))
+    return _spec_of(_text_of(saved))
+
+
+@lru_cache(maxsize=256)
+def _spec_of(text: bytes) -> MatmulSpec:
+    """Returns a spec that is written so: files of experts write a few specs thousands of times."""
+    return _for(None, _parsed(text))
 
 
 def check_spec(saved: Tensor, wanted: MatmulSpec) -> None:

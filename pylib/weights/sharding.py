@@ -25,12 +25,15 @@ from lowbit.pylib.weights import outliers
 class Part:
     """Some rows and columns of a weight.
 
-    rows      ranges, (first, count), which lie one below the other in the part
+    rows      ranges, (first, count), which lie one below the other in the part; those that follow each other are one
     columns   one range
     """
 
     rows: tuple[tuple[int, int], ...]
     columns: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", _joined(self.rows))
 
     def is_cut_in_memory(self, spec: MatmulSpec) -> bool:
         """Tells whether the part's tensors are slices of the weight's, as they lie in memory."""
@@ -65,14 +68,15 @@ class Part:
             raise PackError(f"{where}, which no kernel takes: {error}; cut it into fewer parts") from None
 
     def of(self, slot: TensorSlot, tensor: Tensor, spec: MatmulSpec) -> Tensor:
-        """Returns the part's of a tensor as it lies in memory, in memory of its own. The part is `is_cut_in_memory`."""
+        """Returns the part's of a tensor as it lies in memory; of one range of rows a view. The part is
+        `is_cut_in_memory`."""
         rows = [tensor] if self.rows == ((0, spec.n),) else [_taken(tensor, 0, *each, spec.n) for each in self.rows]
         if slot.index == "column":
             rows = [tensor]
         found = torch.cat(rows) if len(rows) > 1 else rows[0]
         if self.columns != (0, spec.k) and not _is_for_all_columns(slot, found):
             found = _taken(found, 1, *self.columns, spec.k)
-        return found.clone() if len(rows) == 1 else found.contiguous()
+        return found
 
     def of_given(self, slot: TensorSlot, tensor: Tensor, spec: MatmulSpec) -> Tensor:
         """Returns the part's of a tensor as `pack` takes it."""
@@ -86,6 +90,18 @@ class Part:
             return found
         groups = torch.arange(first, first + columns, size, device=tensor.device) // spec.group_size
         return found[:, groups]
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns ranges with those made one that follow each other."""
+    found = list(ranges[:1])
+    for first, count in ranges[1:]:
+        before, size = found[-1]
+        if before + size == first:
+            found[-1] = before, size + count
+        else:
+            found.append((first, count))
+    return tuple(found)
 
 
 def _are_multiples(step: int, *ranges: Sequence[int]) -> bool:

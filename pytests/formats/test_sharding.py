@@ -45,6 +45,23 @@ def test_a_part_is_what_packing_it_gives(spec: MatmulSpec, dim: int) -> None:
     assert reference.agrees(y, reference.matmul(spec, x, **tensors), bound).all()
 
 
+def test_one_range_of_rows_is_read_where_it_lies() -> None:
+    """Ranges that follow each other are one, as those of the halves of an expert's gate_up in one process are."""
+    spec = MatmulSpec(64, 512, "u4", 64, zeros="int")
+    w = pack(spec, **reference.random_inputs(spec, 1)[1])
+    whole, last = Part(((0, 32), (32, 32)), (0, 512)), Part(((32, 16), (48, 16)), (0, 512))
+    assert whole.rows == ((0, 64),) and last.rows == ((32, 32),)
+    for slot in spec.tensors:
+        tensor = w[slot.name]
+        assert whole.of(slot, tensor, spec).data_ptr() == tensor.data_ptr()
+        found = last.of(slot, tensor, spec)
+        assert found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        assert torch.equal(found.view(torch.uint8), w.shard(0, 1, 2)[slot.name].view(torch.uint8))
+    apart = Part(((0, 16), (32, 16)), (0, 512))
+    assert apart.rows == ((0, 16), (32, 16))
+    assert torch.equal(w.part(apart).unpack(), w.unpack()[[*range(16), *range(32, 48)]])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -104,6 +104,7 @@ class SavedSource(ExpertsSource):
 
     def __init__(self, specs: Mapping[str, MatmulSpec], inputs: Sequence[ColumnScaling] = ()) -> None:
         self.specs, self.inputs = specs, inputs
+        self._cuts: dict[tuple[str, ExpertShare], tuple[MatmulSpec, Part, MatmulSpec | None]] = {}
         self.tensors = {
             f"{matrix}.{slot.name}": torch.empty(slot.shape, dtype=stored_type(slot.storage), device="meta")
             for matrix, spec in specs.items()
@@ -123,31 +124,36 @@ class SavedSource(ExpertsSource):
 
     def wanted(self, kind: str, tensor: Tensor, share: ExpertShare) -> Tensor | None:
         matrix, _, name = kind.partition(".")
-        spec, part = self._cut(matrix, share)
-        if not part.is_cut_in_memory(spec):
+        spec, part, one = self._cut(matrix, share)
+        if one is None:
             return tensor
-        kept = any(slot.name == name for slot in part.spec(spec).tensors)
+        kept = any(slot.name == name for slot in one.tensors)
         return part.of(spec.slot(name), tensor, spec) if kept else None
 
-    def _cut(self, matrix: str, share: ExpertShare) -> tuple[MatmulSpec, Part]:
-        spec = interned(replace(self.specs[matrix], act=share.act))
-        return spec, part_of_expert(spec, matrix, share.gate, share.rank, share.processes)
+    def _cut(self, matrix: str, share: ExpertShare) -> tuple[MatmulSpec, Part, MatmulSpec | None]:
+        """Returns the spec of an expert's matrix, what a process has of it, and the spec of that where its tensors are
+        slices of the matrix's."""
+        if (matrix, share) not in self._cuts:
+            spec = interned(replace(self.specs[matrix], act=share.act))
+            part = part_of_expert(spec, matrix, share.gate, share.rank, share.processes)
+            one = interned(part.spec(spec)) if part.is_cut_in_memory(spec) else None
+            self._cuts[matrix, share] = spec, part, one
+        return self._cuts[matrix, share]
 
     def weights(self, tensors: Mapping[str, Tensor], share: ExpertShare) -> tuple[PackedWeight, PackedWeight]:
         return self._weight("gate_up", tensors, share), self._weight("down", tensors, share)
 
     def _weight(self, matrix: str, tensors: Mapping[str, Tensor], share: ExpertShare) -> PackedWeight:
-        spec, part = self._cut(matrix, share)
-        sliced = part.is_cut_in_memory(spec)
-        one = part.spec(spec) if sliced else spec
-        given = {slot.name: tensors[f"{matrix}.{slot.name}"] for slot in one.tensors}
-        whole = spec_of_experts(one, len(given["codes"]))
+        spec, part, one = self._cut(matrix, share)
+        came = one or spec
+        given = {slot.name: tensors[f"{matrix}.{slot.name}"] for slot in came.tensors}
+        whole = spec_of_experts(came, len(given["codes"]))
         flat = {name: tensor.flatten(0, 1) for name, tensor in given.items()}
         packed = PackedWeight.from_state_dict({**flat, SPEC: write_spec(whole)}, whole)
-        return packed if sliced else stacked([each.part(part) for each in each_of(packed)])
+        return packed if one else stacked([each.part(part) for each in each_of(packed)])
 
     def random(self, experts: int, device: torch.device, share: ExpertShare) -> tuple[PackedWeight, PackedWeight]:
-        cuts = (self._cut(matrix, share) for matrix in ("gate_up", "down"))
+        cuts = (self._cut(matrix, share)[:2] for matrix in ("gate_up", "down"))
         first, second = (random_weight(spec_of_experts(part.spec(spec), experts), str(device)) for spec, part in cuts)
         return first, second
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -148,7 +148,7 @@ class Share:
             )
         ranges = [cast(tuple[int, int], self._range(*each)) for each in zip(rows, wholes)]
         begins = accumulate(wholes, initial=0)
-        return Part(_joined([(begin + first, count) for begin, (first, count) in zip(begins, ranges)]), columns)
+        return Part(tuple((begin + first, count) for begin, (first, count) in zip(begins, ranges)), columns)
 
     def _whole_rows(self, rows: Sequence[int], n: int) -> list[int]:
         """Returns the rows of the matrices in all processes, which are n; nothing if there are no such matrices. Heads
@@ -168,18 +168,6 @@ class Share:
         if count * size != whole or not count or self.processes % count:
             return None
         return self.rank * count // self.processes * size, size
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns ranges with those made one that follow each other."""
-    found = [ranges[0]]
-    for first, count in ranges[1:]:
-        before, size = found[-1]
-        if before + size == first:
-            found[-1] = before, size + count
-        else:
-            found.append((first, count))
-    return tuple(found)
 
 
 @lru_cache(maxsize=2)
@@ -289,7 +277,7 @@ class SharedSource:
     whole: MatmulSpec | None
     part: Part | None
 
-    @property
+    @cached_property
     def is_sliced(self) -> bool:
         """Whether slices of the files' tensors make the part: then no more of them is read."""
         whole, given = self.whole, self.source.tensors

@@ -253,7 +253,8 @@ class SavedExperts(ExpertsMethod):
     def _loader(self, kind: str) -> Any:
         def load(param: Tensor, loaded_weight: Tensor, expert: int) -> None:
             check_like(loaded_weight, self.source.tensors[kind], f"{self.name}: {kind} of expert {expert}")
-            param.data[expert].copy_(cast(Tensor, self.source.wanted(kind, loaded_weight, self.share)))
+            values = loaded_weight.to("meta") if param.is_meta else loaded_weight  # vLLM counts what would be copied
+            param.data[expert].copy_(cast(Tensor, self.source.wanted(kind, values, self.share)))
             if not param.is_meta:
                 self._came.add((kind, expert))
 

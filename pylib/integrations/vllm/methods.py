@@ -207,7 +207,8 @@ class SavedLinear(Multiplies, LinearMethodBase):
         def load(param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
             source = shared.source
             check_like(loaded_weight, source.tensors[tensor], f"{source.module}.{tensor}")
-            param.data.copy_(shared.sliced(tensor, loaded_weight))
+            values = loaded_weight.to("meta") if param.is_meta else loaded_weight  # vLLM counts what would be copied
+            param.data.copy_(shared.sliced(tensor, values))
             if not param.is_meta:
                 self._came.add(name)
 
