@@ -96,14 +96,15 @@ async def measure(engine: Engine, load: Load, found: Callable[[Record], None]) -
 
 
 async def step_ms(engine: Engine, load: Load, batch: int) -> float:
-    """Returns milliseconds of a decoding step of so many requests: long runs less short ones, by the steps between."""
+    """Returns milliseconds of a decoding step of so many requests: a long run less a short one, by the steps between; the
+    median of several such pairs, after one that does not count."""
     few = 8
 
     async def seconds(tokens: int, seed: int) -> float:
         return (await run(engine, load.requests(batch, 64, tokens, seed), batch)).seconds
 
-    short, long = [await _fastest(lambda seed, n=n: seconds(n, seed)) for n in (few, few + load.steps)]
-    return 1e3 * (long - short) / load.steps
+    pairs = [(await seconds(few, seed), await seconds(few + load.steps, seed)) for seed in range(_ROUNDS + 1)]
+    return 1e3 * median(long - short for short, long in pairs[1:]) / load.steps
 
 
 async def prefill(engine: Engine, load: Load) -> float:
