@@ -35,5 +35,8 @@ def _is_special(name: str) -> bool:
     return name.startswith("__")
 
 
+when_imported(
+    "transformers.configuration_utils", lambda: import_module("lowbit.pylib.integrations.notice").leave_notices()
+)
 when_imported("transformers.quantizers.auto", lambda: import_module("lowbit.pylib.integrations.quantizer"))
 when_imported("peft.tuners.lora.model", lambda: import_module("lowbit.pylib.integrations.lora"))

@@ -96,8 +96,8 @@ async def measure(engine: Engine, load: Load, found: Callable[[Record], None]) -
 
 
 async def step_ms(engine: Engine, load: Load, batch: int) -> float:
-    """Returns milliseconds of a decoding step of so many requests: a long run less a short one, by the steps between; the
-    median of several such pairs, after one that does not count."""
+    """Returns milliseconds of a decoding step of so many requests: a long run less a short one, by the steps between;
+    the median of several such pairs, after one that does not count."""
     few = 8
 
     async def seconds(tokens: int, seed: int) -> float:

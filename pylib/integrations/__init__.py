@@ -5,3 +5,6 @@ transformers has for quantizers; `gguf.py` builds the models of GGUF files; `lor
 around a low-bit one; `vllm/` serves models. They import these libraries. So lowbit imports them only after those
 (`lowbit/lazily.py`), and vLLM finds what it needs by an entry point.
 """
+
+QUANT_METHOD = "lowbit"
+"""The name of lowbit's quantization in config.json."""

@@ -16,10 +16,10 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import boolean
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.checkpoints.registry import FORMATS
+from lowbit.pylib.integrations import QUANT_METHOD
 from lowbit.pylib.nn.plan import Configs
 from lowbit.pylib.quantization.config import QuantConfig
 
-QUANT_METHOD = "lowbit"
 VERSION = 1  # of `to_dict`
 _NO_DATA = "from_pretrained has no calibration data; use lowbit.quantize_(model, config, calibration=...)"
 

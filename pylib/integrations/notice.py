@@ -3,6 +3,9 @@
 transformers ignores a quantization that it does not know: it would find no weights, warn, and return a model with
 random ones. So config.json names, as the file of its weights, what to do. transformers refuses the name, and shows it;
 where lowbit is imported, the name is left out when config.json is read. A model card says the same to people.
+
+`lowbit/__init__.py` calls `leave_notices` as soon as transformers has configurations, whose files it reads before it
+imports quantizers. So this module imports next to nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
-from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations import QUANT_METHOD
 
 FILE_OF_WEIGHTS = "transformers_weights"
 NOTICE = "the weights of this model are low-bit; import lowbit before from_pretrained"
@@ -35,6 +36,8 @@ TEXT = """
 
 def leave_notices() -> None:
     """Let configurations of low-bit models write notices where they are saved, and read them without."""
+    from transformers.configuration_utils import PreTrainedConfig
+
     save = PreTrainedConfig.save_pretrained
 
     @wraps(save)
@@ -58,7 +61,8 @@ def leave_notices() -> None:
 
 def _is_low_bit(config: Any) -> bool:
     given = getattr(config, "quantization_config", None)
-    return isinstance(given, LowbitConfig) or (isinstance(given, dict) and given.get("quant_method") == QUANT_METHOD)
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    return method == QUANT_METHOD
 
 
 def _mark(file: Path) -> None:

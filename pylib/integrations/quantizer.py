@@ -40,7 +40,6 @@ from lowbit.pylib.integrations.foreign import (
     place_foreign,
     prefer_lowbit,
 )
-from lowbit.pylib.integrations.notice import leave_notices
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
 from lowbit.pylib.integrations.parallel import split
 from lowbit.pylib.integrations.saved import (
@@ -335,7 +334,6 @@ class LowbitQuantizer(HfQuantizer):
 register_quantization_config(QUANT_METHOD)(LowbitConfig)
 register_quantizer(QUANT_METHOD)(LowbitQuantizer)
 prefer_lowbit()
-leave_notices()
 
 
 def adopt(model: nn.Module) -> None:

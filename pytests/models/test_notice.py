@@ -23,6 +23,12 @@ WITHOUT = """import sys, transformers
 transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert "lowbit" not in sys.modules"""
 
+ORDERS = ("import lowbit, transformers", "import transformers, lowbit", "import transformers.modeling_utils, lowbit")
+WITH = """import sys
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert isinstance(model.model.layers[0].mlp.down_proj, lowbit.LowbitLinear)
+assert not hasattr(model.config, "transformers_weights")"""
+
 
 def saved(folder: Path) -> Any:
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, dtype="bfloat16")
@@ -52,6 +58,15 @@ def test_without_lowbit_it_is_an_error(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
     config.save_pretrained(tmp_path / "alone")
     assert json.loads((tmp_path / "alone/config.json").read_text())["transformers_weights"] == NOTICE
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lowbit_may_be_imported_before_or_after(order: str, tmp_path: Path) -> None:
+    """transformers reads config.json before it imports what quantizes."""
+    saved(tmp_path)
+    command = [sys.executable, "-c", f"{order}\n{WITH}", str(tmp_path / "ours")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_dequantized_model_needs_no_notice(tmp_path: Path) -> None:
