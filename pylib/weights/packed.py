@@ -226,9 +226,8 @@ class PackedWeight(Mapping[str, Tensor]):
         spec = interned(part.spec(self.spec))
         if part.is_cut_in_memory(self.spec):
             slots = {slot.name: slot for slot in self.spec.tensors}
-            tensors = {s.name: part.of(slots[s.name], self[s.name], self.spec) for s in spec.tensors}
-            own = torch.contiguous_format
-            return PackedWeight(spec, {name: tensor.clone(memory_format=own) for name, tensor in tensors.items()})
+            tensors = {s.name: part.copy_of(slots[s.name], self[s.name], self.spec) for s in spec.tensors}
+            return PackedWeight(spec, tensors)
         wanted = {slot.name for slot in spec.given_tensors}
         slots = [slot for slot in self.spec.given_tensors if slot.name in wanted]
         return pack(spec, **{s.name: part.of_given(s, self.unpack_tensor(s.name), self.spec) for s in slots})

@@ -78,6 +78,13 @@ class Part:
             found = _taken(found, 1, *self.columns, spec.k)
         return found
 
+    def copy_of(self, slot: TensorSlot, tensor: Tensor, spec: MatmulSpec) -> Tensor:
+        """Returns the same in memory of its own."""
+        found = self.of(slot, tensor, spec)
+        if found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            found = found.clone(memory_format=torch.contiguous_format)
+        return found.contiguous()
+
     def of_given(self, slot: TensorSlot, tensor: Tensor, spec: MatmulSpec) -> Tensor:
         """Returns the part's of a tensor as `pack` takes it."""
         if slot.index == "column":

@@ -25,7 +25,7 @@ from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, Expert
 from lowbit.pylib.integrations.serving.experts import GATES, LEAVE_DENSE, Experts, gated, quantize_experts, stacked
 from lowbit.pylib.integrations.serving.held import check_like, none_came
 from lowbit.pylib.integrations.serving.rows import ACTS
-from lowbit.pylib.integrations.vllm.methods import Method, is_filled_later
+from lowbit.pylib.integrations.vllm.methods import Method, is_filled_later, where_copied
 from lowbit.pylib.integrations.vllm.modular_experts import kernel_of, local_ids
 from lowbit.pylib.nn.gated_linear import Gate
 from lowbit.pylib.nn.plan import naming
@@ -253,8 +253,8 @@ class SavedExperts(ExpertsMethod):
     def _loader(self, kind: str) -> Any:
         def load(param: Tensor, loaded_weight: Tensor, expert: int) -> None:
             check_like(loaded_weight, self.source.tensors[kind], f"{self.name}: {kind} of expert {expert}")
-            values = loaded_weight.to("meta") if param.is_meta else loaded_weight  # vLLM counts what would be copied
-            param.data[expert].copy_(cast(Tensor, self.source.wanted(kind, values, self.share)))
+            wanted = self.source.wanted(kind, where_copied(param, loaded_weight), self.share)
+            param.data[expert].copy_(cast(Tensor, wanted))
             if not param.is_meta:
                 self._came.add((kind, expert))
 

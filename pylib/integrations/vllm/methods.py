@@ -154,6 +154,11 @@ def is_filled_later() -> bool:
     return str(get_current_vllm_config().load_config.load_format) in _FILLED_LATER
 
 
+def where_copied(param: Tensor, loaded_weight: Tensor) -> Tensor:
+    """Returns a tensor of the files to copy from; without values while vLLM only counts what a loader would copy."""
+    return loaded_weight.to("meta") if param.is_meta else loaded_weight
+
+
 def _rank_of(layer: Any) -> int:
     """Returns which of the processes that share a layer this is; vLLM 0.26 does not say it of embeddings."""
     rank = getattr(layer, "tp_rank", None)
@@ -207,8 +212,7 @@ class SavedLinear(Multiplies, LinearMethodBase):
         def load(param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
             source = shared.source
             check_like(loaded_weight, source.tensors[tensor], f"{source.module}.{tensor}")
-            values = loaded_weight.to("meta") if param.is_meta else loaded_weight  # vLLM counts what would be copied
-            param.data.copy_(shared.sliced(tensor, values))
+            param.data.copy_(shared.sliced(tensor, where_copied(param, loaded_weight)))
             if not param.is_meta:
                 self._came.add(name)
 
