@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lowbit.dialect.errors import CheckpointError
+from lowbit.pylib.weights.at_once import at_once
 
-AT_ONCE = 1 << 20  # codes: what unpacking takes in memory does not grow with the weight
 SPREAD = {1: (torch.int64, 7), 2: (torch.int32, 6), 4: (torch.int16, 4)}
 """For codes that do not straddle bytes: the type with a byte for each code of a byte, and how much further to the left
 each code comes to lie in it than the code before."""
@@ -26,7 +26,7 @@ def from_stream(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return rows[:, :count]
     codes = torch.empty(len(rows), count, dtype=torch.uint8, device=packed.device)
-    step = max(1, AT_ONCE // count)
+    step = max(1, at_once(packed.device) // count)
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
         found = _spread(part, bits) if bits in SPREAD else _gathered(part, bits, count)

@@ -19,9 +19,10 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights import outliers
+from lowbit.pylib.weights.at_once import at_once
 from lowbit.pylib.weights.memory_order import unpack_blocks, unpack_codes, unpack_groups
 from lowbit.pylib.weights.shared_bytes import codes_of
-from lowbit.pylib.weights.values import CHECKED, least
+from lowbit.pylib.weights.values import least
 
 _SCALING = ("group", "padded_row")
 
@@ -74,7 +75,7 @@ def inverse_of(permutation: Tensor) -> Tensor:
 def decoded(spec: MatmulSpec, codes: Tensor, values: np.ndarray) -> Iterator[tuple[slice, Tensor]]:
     """Yields a few rows at a time, with what stands in `values` for their codes, by code."""
     packing, table = spec.packing, torch.from_numpy(np.roll(values, -least(spec))).to(codes.device)
-    step = max(1, CHECKED // (ROWS * packing.padded_k))
+    step = max(1, at_once(codes.device) // (ROWS * packing.padded_k))
     for first in range(0, packing.row_blocks, step):
         part = codes[first : first + step]
         rows = slice(ROWS * first, min(ROWS * (first + len(part)), packing.n))

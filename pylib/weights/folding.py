@@ -16,9 +16,9 @@ from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.formats.recipes import exponent
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.at_once import at_once
 from lowbit.pylib.weights.dequantized import dequantize, numbers, of_codes
 from lowbit.pylib.weights.value_range import finite_values
-from lowbit.pylib.weights.values import CHECKED
 
 _EXPONENTS = -126, 127  # of scales of rows: the normal numbers of f32
 _SCALED = ("scales", "offsets", "scale_scales", "scale_offsets", "offset_scales", "offset_offsets")
@@ -79,7 +79,7 @@ def _ends(spec: MatmulSpec, codes: Tensor) -> Ends:
         low, high = codes.new_tensor([values.min(), values.max()], dtype=torch.float64)
         return low, high
     table, mask = torch.from_numpy(values).to(codes.device), spec.dtype.codes - 1
-    parts = codes.split(max(1, CHECKED // spec.k))
+    parts = codes.split(max(1, at_once(codes.device) // spec.k))
     found = [table[part.long() & mask].view(len(part), spec.groups, -1).aminmax(dim=2) for part in parts]
     return torch.cat([each.min for each in found]), torch.cat([each.max for each in found])
 

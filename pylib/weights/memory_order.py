@@ -19,8 +19,8 @@ from torch import Tensor
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, run_of
 from lowbit.pylib.runtime import cpu_threads
+from lowbit.pylib.weights.at_once import at_once
 
-SLICE = 1 << 20  # codes per step: the working set stays in cache
 RUNS = 4  # of a chunk
 HALVES = 64  # of 16 bits: of one word of every lane of a warp
 
@@ -31,7 +31,7 @@ def pack_codes(packing: Packing, codes: Tensor, offset: int = 0) -> Tensor:
     order = _register_order(packing).to(codes.device)
     source = torch.from_numpy(packing.k_source).to(codes.device)
     result = torch.empty(packing.codes_shape, dtype=torch.int32, device=codes.device)
-    for blocks, rows in _slices(packing):
+    for blocks, rows in _slices(packing, codes.device):
         part = codes[rows].to(torch.uint8).contiguous() + offset
         if packing.padded_k != packing.k:
             part = part.gather(1, source.clamp(min=0).expand(len(part), -1)).masked_fill_(source < 0, 0)
@@ -60,7 +60,7 @@ def unpack_codes(packing: Packing, packed: Tensor, offset: int = 0) -> Tensor:
     column = torch.empty_like(inside)  # in memory, of every column of the weight
     column[source[inside]] = inside
     result = torch.empty(packing.n, packing.k, dtype=torch.uint8, device=packed.device)
-    for blocks, rows in _slices(packing):
+    for blocks, rows in _slices(packing, packed.device):
         words = packed[blocks].view(torch.int16).view(-1, packing.units, 32, WORDS_PER_UNIT, 2).transpose(2, 3)
         words = words.reshape(-1, RUNS, packing.units, HALVES)
         registers = torch.zeros(len(words), RUNS, len(run), HALVES, dtype=torch.uint8, device=packed.device)
@@ -118,9 +118,9 @@ def _register_order(packing: Packing) -> Tensor:
     return torch.from_numpy(order.reshape(-1))
 
 
-def _slices(packing: Packing) -> Iterator[tuple[slice, slice]]:
-    """Ranges of row blocks with about SLICE codes, and the rows of the weight in them."""
-    step = max(1, SLICE // (ROWS * packing.padded_k))
+def _slices(packing: Packing, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Ranges of row blocks to work on at a time, and the rows of the weight in them."""
+    step = max(1, at_once(device) // (ROWS * packing.padded_k))
     for first in range(0, packing.row_blocks, step):
         last = min(first + step, packing.row_blocks)
         yield slice(first, last), slice(first * ROWS, min(last * ROWS, packing.n))

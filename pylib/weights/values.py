@@ -17,13 +17,13 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Storage, TensorSlot
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import gated_rows, outliers
+from lowbit.pylib.weights.at_once import at_once
 from lowbit.pylib.weights.memory_order import pack_blocks, pack_codes, pack_groups, unpack_codes
 from lowbit.pylib.weights.tensor_checks import check_storage
 
 E4M3_OVERFLOW = 464.0  # the tie between 448, the largest, and 480, the first that is not there
 _SHAPES = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]"}
 _SHAPES |= {"column": "[k] of each expert", "block": "[n / rows, groups / bilevel.groups]"}
-CHECKED = 1 << 20  # numbers per step of a check: what it takes in memory does not grow with the weight
 
 
 def as_tensor(slot: TensorSlot, given: object) -> Tensor:
@@ -121,8 +121,9 @@ def _unfit(spec: MatmulSpec, slot: TensorSlot) -> tuple[Callable[[Tensor], Tenso
 def _parts(stored: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yields pieces of a contiguous tensor, each with the position of its first number."""
     flat = stored.view(-1)
-    for first in range(0, len(flat), CHECKED):
-        yield first, flat[first : first + CHECKED]
+    step = at_once(stored.device)
+    for first in range(0, len(flat), step):
+        yield first, flat[first : first + step]
 
 
 def _as_stored(part: Tensor, storage: Storage) -> Tensor:
@@ -134,7 +135,7 @@ def _check_padding(spec: MatmulSpec, codes: Tensor) -> None:
     packing = spec.packing
     if not spec.dtype.has_nan or packing.padded_k == packing.k:
         return
-    step = max(1, CHECKED // (ROWS * packing.padded_k))
+    step = max(1, at_once(codes.device) // (ROWS * packing.padded_k))
     for first in range(0, packing.row_blocks, step):
         part = codes[first : first + step]
         rows = replace(packing, n=min(ROWS * len(part), packing.n - ROWS * first))
@@ -158,7 +159,7 @@ def least(spec: MatmulSpec) -> int:
 
 def _check_codes(codes: Tensor, low: int, high: int) -> None:
     _check_integer("codes", codes, "uint8() or int8()")
-    rows = max(1, CHECKED // codes.shape[1])
+    rows = max(1, at_once(codes.device) // codes.shape[1])
     for first in range(0, codes.shape[0], rows):
         part = codes[first : first + rows]
         part = part if part.dtype in (torch.uint8, torch.int8) else part.long()

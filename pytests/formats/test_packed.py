@@ -19,8 +19,7 @@ from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.formats.packing import run_of
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.reference import random_problem
-from lowbit.pylib.weights import memory_order
-from lowbit.pylib.weights import values as weight_values
+from lowbit.pylib.weights import at_once
 from lowbit.pylib.weights.packed import PackedWeight, pack
 
 INTEGERS = [f"{sign}{bits}" for sign in "ui" for bits in range(1, 9)]
@@ -163,7 +162,7 @@ def test_slices_do_not_change_the_result(n: int, monkeypatch: pytest.MonkeyPatch
     spec = MatmulSpec(n, 100, "u5", 50)
     codes, scales, _, _ = problem(spec)
     whole = pack(spec, codes, scales)
-    monkeypatch.setattr(memory_order, "SLICE", 1)
+    monkeypatch.setattr(at_once, "ON_CPU", 1)
     assert torch.equal(pack(spec, codes, scales).codes, whole.codes)
     assert torch.equal(whole.unpack(), codes)
 
@@ -364,7 +363,7 @@ def test_errors_name_the_culprit(changes: dict[str, Any], arguments: dict[str, A
 
 
 def test_the_first_culprit_is_named_with_its_row_in_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_values, "CHECKED", 64)
+    monkeypatch.setattr(at_once, "ON_CPU", 64)
     codes = changed(changed(CODES, (18, 0), 99), (19, 0), 77)
     with pytest.raises(PackError, match=r"codes\[18, 0\] = 99"):
         pack(MatmulSpec(20, 64, "u4"), codes, torch.ones(20))

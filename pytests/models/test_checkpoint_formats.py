@@ -29,6 +29,7 @@ from lowbit.pylib.checkpoints import unpack
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.registry import FORMATS, REFUSED, format_of
+from lowbit.pylib.weights import at_once
 from lowbit.pylib.weights.packed import PackedWeight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/checkpoints"
@@ -81,10 +82,10 @@ def test_eight_bits_of_bitsandbytes_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("at_once", [1, 100, 1 << 24])
-def test_streams_of_codes(bits: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count_at_once", [1, 100, 1 << 24])
+def test_streams_of_codes(bits: int, count_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is one long number, of which each code is a digit."""
-    monkeypatch.setattr(unpack, "AT_ONCE", at_once)
+    monkeypatch.setattr(at_once, "ON_CPU", count_at_once)
     for count in (1, 7, 32, 45):
         words = torch.randint(-(1 << 31), 1 << 31, (5, -(-count * bits // 32)), dtype=torch.int32)
         numbers = [int.from_bytes(row.numpy().tobytes(), "little") for row in words]

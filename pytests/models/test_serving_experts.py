@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelRequest
 from lowbit.pylib.experts import by_kernel
+from lowbit.pylib.integrations.serving import experts
 from lowbit.pylib.integrations.serving.experts import ExpertKernels
 from lowbit.pylib.runtime import expert_matmul
 from lowbit.pylib.runtime.expert_matmul import spec_of_experts
@@ -32,3 +34,15 @@ def test_rows_are_ordered_by_kernels_that_are_ready(compute: str, monkeypatch: p
     kernels.prepare(TOKENS)
     assert len(loaded) == len(kernels.kernels(TOKENS)) > 2
     assert set(gathered) == {256 if compute == "i8" else 512}  # bytes of a row of x as it is multiplied
+
+
+def test_each_kernel_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each number of slots, of which a server has tens of thousands."""
+    asked = list[KernelRequest]()
+    ask = experts.request
+    monkeypatch.setattr(experts, "request", lambda *about: asked.append(ask(*about)) or asked[-1])
+    gate_up = spec_of_experts(MatmulSpec(128, 256, "u4", 128, epilogue="silu_mul"), EXPERTS)
+    down = spec_of_experts(MatmulSpec(256, 64, "u4", 64), EXPERTS)
+    kernels = ExpertKernels(gate_up, down, "sm_90a", 2)
+    found = kernels.kernels(TOKENS)
+    assert len(asked) < 2 * len(found) and set(asked) <= set(found)

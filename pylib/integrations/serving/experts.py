@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.passes.kernels.base import KernelRequest
+from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.permute.family import FEW_ROWS
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.scheduling.expert_rule import schedule_for_few, tile_for
@@ -107,13 +107,17 @@ class ExpertKernels:
         """Returns the kernels, each with its matrix, a token tile, and a number of slots that it serves."""
         on, found = parse_target(self.target), dict[KernelRequest, tuple[MatmulSpec, int, int]]()
         tiles = _tiles(self.gate_up, self.down, self.target)
+        matrices = [(m, {kind: replace(kind, permuted=False) for kind in m.kinds}) for m in (self.gate_up, self.down)]
+        seen: set[tuple[MatmulSpec, int, KernelSchedule | None]] = set()
         for slots in range(self.top_k, self.top_k * tokens * self.sources + 1, self.top_k):
             tile = tile_for(tiles, slots, self.among or self.gate_up.experts)
-            for spec in (self.gate_up, self.down):
-                in_order = replace(spec.for_rows(slots), permuted=False)
+            for spec, kinds in matrices:
+                in_order = kinds[spec.for_rows(slots)]
                 schedule = schedule_for_few(in_order, tile, slots, on)
-                if schedule is not None:
-                    found.setdefault(request(in_order, on, schedule), (spec, tile, slots))
+                if (in_order, tile, schedule) not in seen:
+                    seen.add((in_order, tile, schedule))
+                    if schedule is not None:
+                        found.setdefault(request(in_order, on, schedule), (spec, tile, slots))
         return found
 
     def __str__(self) -> str:
