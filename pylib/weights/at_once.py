@@ -7,8 +7,9 @@ import torch
 ON_CPU = 1 << 20
 """The working set stays in cache."""
 
-ON_GPU = 1 << 23
-"""Kernels take longer than their launches: an operation on as many bytes takes some 10 us on an H200."""
+ON_GPU = 1 << 24
+"""Kernels take longer than their launches. On an H200 a weight of 28672 x 4096 is packed in 5.8 ms so, in 9 by half as
+many at a time, and in 56 by as many as on a CPU."""
 
 
 def at_once(device: torch.device) -> int:

@@ -211,16 +211,25 @@ def _tiles(gate_up: MatmulSpec, down: MatmulSpec, target: str) -> tuple[int, ...
 
 def each_of(packed: PackedWeight) -> list[PackedWeight]:
     """Returns the weight of each expert, in the memory of that of all."""
-    one = interned(replace(packed.spec, n=packed.spec.n // packed.spec.experts, experts=1))
-    parts = {name: tensor.chunk(packed.spec.experts) for name, tensor in packed.items()}
-    return [PackedWeight(one, {name: part[i] for name, part in parts.items()}) for i in range(packed.spec.experts)]
+    return _by_few(packed, 1)
+
+
+def _by_few(packed: PackedWeight, count: int) -> list[PackedWeight]:
+    """Returns the weights of so many experts at a time, in the memory of that of all."""
+    experts = packed.spec.experts
+    parts = {name: tensor.split(len(tensor) // experts * count) for name, tensor in packed.items()}
+    of_few = ({name: part[i] for name, part in parts.items()} for i in range(-(-experts // count)))
+    return [PackedWeight(_spec_of(packed.spec, min(count, experts - count * i)), t) for i, t in enumerate(of_few)]
+
+
+def _spec_of(spec: MatmulSpec, experts: int) -> MatmulSpec:
+    """Returns the spec of so many of a weight's experts."""
+    return interned(replace(spec, n=spec.n // spec.experts * experts, experts=experts))
 
 
 def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
     """Returns weights of one spec, of one expert or of several, as the weight of all."""
-    count = sum(packed.spec.experts for packed in weights)
-    spec = weights[0].spec
-    whole = interned(replace(spec, n=spec.n // spec.experts * count, experts=count))
+    whole = _spec_of(weights[0].spec, sum(packed.spec.experts for packed in weights))
     return PackedWeight(whole, {name: torch.cat([packed[name] for packed in weights]) for name in weights[0]})
 
 
@@ -229,8 +238,7 @@ def gated(packed: PackedWeight, gate: Gate) -> PackedWeight:
     if packed.spec.is_gated:
         return packed
     some = max(1, _MOST_CODES * packed.spec.experts // (packed.spec.n * packed.spec.k))
-    each = each_of(packed)
-    return stacked([with_gate(stacked(each[i : i + some]), gate) for i in range(0, len(each), some)])
+    return stacked([with_gate(few, gate) for few in _by_few(packed, some)])
 
 
 def quantize_experts(
