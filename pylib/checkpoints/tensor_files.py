@@ -66,6 +66,10 @@ class TensorFiles(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 
+    def __contains__(self, name: object) -> bool:
+        """Tells whether there is a tensor of this name, without reading it."""
+        return name in self.files
+
     def __len__(self) -> int:
         return len(self.files)
 

@@ -58,7 +58,7 @@ class PackedModule(NoDense):
         """Take a weight's tensors for buffers."""
         self.spec = interned(spec)
         self._act = TORCH[spec.act]
-        self._spec_text = json.dumps(spec.to_dict())  # torch.compile takes no spec as a constant
+        self._spec_text = _written(self.spec)  # torch.compile takes no spec as a constant
         for name in self._slots:  # others may have added buffers of their own
             self._buffers.pop(name, None)
         self._slots = tuple(slot.name for slot in spec.tensors)
@@ -158,9 +158,7 @@ class PackedModule(NoDense):
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self._slots}
         if any(tensor.is_meta for tensor in tensors.values()):
             return
-        _, checked = saved_weight.read({**tensors, saved_weight.SPEC: self.get_extra_state()}, self.spec)
-        for name, tensor in checked.items():
-            setattr(self, name, tensor)
+        self._buffers.update(saved_weight.checked(self.spec, self.spec.tensors, tensors))
         self._noted = self.codes, written.note(self.codes)
         self._forget()
 
@@ -275,6 +273,12 @@ def check_model(model: object) -> None:
     """Raise SpecError for a model that is none."""
     if not isinstance(model, nn.Module):
         raise SpecError(f"the model must be an nn.Module, not {type(model).__name__}")
+
+
+@lru_cache(maxsize=256)
+def _written(spec: MatmulSpec) -> str:
+    """Returns a spec as JSON: thousands of experts share a few."""
+    return json.dumps(spec.to_dict())
 
 
 def _check_spec(spec: object) -> None:

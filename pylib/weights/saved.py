@@ -7,7 +7,7 @@ wrong is a PackError. Reading takes no more memory than a copy of the tensors in
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -43,6 +43,7 @@ def write_spec(spec: MatmulSpec) -> Tensor:
     return torch.frombuffer(bytearray(text_of(spec).encode()), dtype=torch.uint8)
 
 
+@lru_cache(maxsize=256)
 def text_of(spec: MatmulSpec) -> str:
     """Returns the text that stands under "spec" in a file, in ASCII."""
     return json.dumps({"format": FORMAT, "spec": spec.to_dict()})
@@ -57,23 +58,21 @@ def read(tensors: Mapping[str, Tensor], wanted: MatmulSpec | None) -> tuple[Matm
         raise PackError("tensors must be what state_dict() gave: a dictionary of tensors")
     if SPEC not in tensors:
         raise PackError(f"tensors must be what state_dict() gave, with 'spec'; got {_names(tensors)}")
-    about = _read_json(tensors[SPEC])
-    spec = _for(wanted, about)
-    joined = about["format"] == FORMAT
+    spec, joined = _for(wanted, _text_of(tensors[SPEC]))
     slots = {slot.name: slot for slot in (spec.tensors if joined else spec.given_tensors)}
     if tensors.keys() != {SPEC, *slots}:
         raise PackError(f"tensors must be {', '.join(slots)} and {SPEC}; got {_names(tensors)}")
-    checked = {name: _read_tensor(spec, slot, tensors[name]) for name, slot in slots.items()}
-    return spec, checked if joined else shared_bytes.join(spec, checked)
+    found = checked(spec, slots.values(), tensors)
+    return spec, found if joined else shared_bytes.join(spec, found)
+
+
+def checked(spec: MatmulSpec, slots: Iterable[TensorSlot], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of slots of a weight, checked and ready for kernels. Raises PackError."""
+    return {slot.name: _read_tensor(spec, slot, tensors[slot.name]) for slot in slots}
 
 
 def _names(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(sorted(map(str, tensors))) or "nothing"
-
-
-def _read_json(saved: Tensor) -> dict[str, Any]:
-    """Returns what `write_spec` wrote."""
-    return _parsed(_text_of(saved))
 
 
 def _text_of(saved: Tensor) -> bytes:
@@ -91,32 +90,28 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return cast(dict[str, Any], about)
 
 
-def _for(wanted: MatmulSpec | None, about: dict[str, Any]) -> MatmulSpec:
-    """Returns the spec to load a weight for that says this of itself."""
+@lru_cache(maxsize=256)
+def _for(wanted: MatmulSpec | None, text: bytes) -> tuple[MatmulSpec, bool]:
+    """Returns the spec to load a weight for that says this of itself, and whether its codes share bytes as today's do.
+    Files of experts say a few texts thousands of times."""
+    about = _parsed(text)
     try:
         saved = _saved_spec(about, wanted)
     except SpecError as error:
         raise PackError(f"the weight was saved with a spec that is none: {error}") from None
-    if wanted is None:
-        return saved
-    check_same(saved, wanted)
-    return wanted
+    if wanted is not None:
+        check_same(saved, wanted)
+    return wanted or saved, about["format"] == FORMAT
 
 
 def read_spec(saved: Tensor) -> MatmulSpec:
     """Returns what a weight was packed for, of what `write_spec` wrote. Raises PackError."""
-    return _spec_of(_text_of(saved))
-
-
-@lru_cache(maxsize=256)
-def _spec_of(text: bytes) -> MatmulSpec:
-    """Returns a spec that is written so: files of experts write a few specs thousands of times."""
-    return _for(None, _parsed(text))
+    return _for(None, _text_of(saved))[0]
 
 
 def check_spec(saved: Tensor, wanted: MatmulSpec) -> None:
     """Raise PackError unless what `write_spec` wrote is of a weight that can be loaded for a spec."""
-    _for(wanted, _read_json(saved))
+    _for(wanted, _text_of(saved))
 
 
 def with_products_of(saved: MatmulSpec, wanted: MatmulSpec) -> MatmulSpec:

@@ -24,6 +24,8 @@ from lowbit import (
     SpecError,
     TiedLinear,
 )
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.checkpoints.tensor_files import TensorFiles
 from lowbit.pylib.nn.gated_linear import GatedLinear, change_order
 
 accelerate = pytest.importorskip("accelerate")
@@ -105,6 +107,25 @@ def test_quantizes_on_load_as_quantize_does(name: str, checkpoints: Any, tmp_pat
     with torch.no_grad():
         assert torch.equal(base(TOKENS).last_hidden_state, again.base_model(TOKENS).last_hidden_state)
     assert torch.equal(logits(again), given) and again.config.quantization_config.to_dict()["config"]["weight"] == "u4"
+
+
+def test_loading_reads_only_what_layers_say_of_themselves(
+    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and scales are transformers' to read: the search for missing ones goes by names. Specs, of which many
+    layers have the same, are parsed and written once for each that differs."""
+    loaded(checkpoints("qwen3-moe"), LowbitConfig(U4)).save_pretrained(tmp_path)
+    read, parsed, written = list[str](), list[Any](), list[MatmulSpec]()
+    get, parse, write = TensorFiles.__getitem__, MatmulSpec.from_dict, MatmulSpec.to_dict
+    monkeypatch.setattr(TensorFiles, "__getitem__", lambda self, name: read.append(name) or get(self, name))
+    monkeypatch.setattr(MatmulSpec, "from_dict", lambda given: parsed.append(given) or parse(given))
+    monkeypatch.setattr(MatmulSpec, "to_dict", lambda self: written.append(self) or write(self))
+    model = loaded(tmp_path)
+    layers = [module for module in model.modules() if isinstance(module, LowbitLinear)]
+    specs = {layer.spec for layer in layers}
+    assert len(layers) > 2 * len(specs)
+    assert len(read) == len(layers) and all(name.endswith("._extra_state") for name in read)
+    assert len(parsed) <= len(specs) and len(written) <= 2 * len(specs)
 
 
 def test_quantized_in_place_and_saved(checkpoints: Any, tmp_path: Path) -> None:
