@@ -19,6 +19,8 @@ from benchmarks.quality.layers import LARGE, TEXTS, Layer
 from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 from lowbit.pylib.quantization.calibration import output_errors
+from lowbit.pylib.quantization.grid import Grid
+from lowbit.pylib.quantization.rtn import Range, search, whole
 
 SECTION = Section("ranges", "ranges")
 CONFIGS: Mapping[str, lowbit.QuantConfig] = {
@@ -67,6 +69,25 @@ def _ratios(layer: Layer, config: lowbit.QuantConfig) -> list[float]:
     ]
     losses = [[loss_of(layer, weight, text) for weight in weights] for text in TEXTS[1:]]
     return [round(searched / whole, 4) for searched, whole in losses]
+
+
+@torch.no_grad()
+def with_wider_ranges(layer: Layer, config: lowbit.QuantConfig, factors: Iterable[float]) -> list[list[float]]:
+    """Returns the ratios of errors on held-out and on other text where all ranges, searched and whole ones, are wider
+    by each of some factors near 1: how much of a ratio is how weights happen to be rounded.
+
+    config   of rounding to nearest, with one level of scales
+    """
+    grid = Grid(config.multiplied_in("f16"), layer.weight.shape[1], layer.weight.device)
+    low, high = grid.groups(layer.weight).aminmax(dim=-1)
+
+    def error(span: Range, factor: float, text: str) -> float:
+        scales, zeros = grid.fit(low * span.ratio * factor, high * span.ratio * factor)
+        return loss_of(layer, grid.dequantize(grid.quantize(layer.weight, scales, zeros)), text)
+
+    spans = search(layer.weight, grid), whole(layer.weight, grid)
+    errors = [[[error(span, factor, text) for text in TEXTS[1:]] for span in spans] for factor in factors]
+    return [[round(a / b, 4) for a, b in zip(searched, plain)] for searched, plain in errors]
 
 
 def mean(numbers: list[float]) -> float:

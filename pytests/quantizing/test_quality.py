@@ -308,6 +308,16 @@ def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
     assert {name: ratio for name, ratio in worst.items() if ratio > limits[name]} == {}
 
 
+def test_ranges_that_are_a_little_wider() -> None:
+    """Those of a factor of 1 are those of the table; others are rounded in another way."""
+    x = lowbit.Calibration(128)
+    x.add(torch.randn(500, 128) * torch.rand(128))
+    layer = layers.Layer("some", "layer", torch.randn(32, 128) ** 3, dict.fromkeys(layers.TEXTS, x))
+    config = lowbit.QuantConfig("u3", 64)
+    same, other = ranges.with_wider_ranges(layer, config, [1.0, 1.02])
+    assert same == ranges._ratios(layer, config) and other != same
+
+
 def test_a_model_that_is_not_installed_is_left_out(monkeypatch: Any, capsys: Any) -> None:
     def missing(seed: int) -> Any:
         raise ImportError("it needs mini of PyPI")
