@@ -12,10 +12,13 @@
 // CHECK:         wgmma.wait_group.sync.aligned 0;
 // CHECK-SAME:    fma.rn.f32 wgmma_sum3072, wgmma_sum3076, $0, wgmma_sum3072;
 // CHECK-SAME:    fma.rn.f32 wgmma_sum3074, wgmma_sum3078, $1, wgmma_sum3074;
-// Sums of x stay where all lanes make them. Those of a token times an offset of a row.
+// Sums of x stay where all lanes make them. Those of a token times the number of a row go into the product first.
 // CHECK:         llvm.inline_asm has_side_effects asm_dialect = att "", "=f,0"
-// CHECK:         fma.rn.f32 wgmma_sum3072, $0, $[[TOKEN:[0-9]+]], wgmma_sum3072;
-// CHECK-SAME:    fma.rn.f32 wgmma_sum3074, $1, $[[TOKEN]], wgmma_sum3074;
+// CHECK:         wgmma.wait_group.sync.aligned 0;
+// CHECK-SAME:    fma.rn.f32 number, $0, $[[TOKEN:[0-9]+]], wgmma_sum3076;
+// CHECK-SAME:    fma.rn.f32 wgmma_sum3072, number, $0, wgmma_sum3072;
+// CHECK-SAME:    fma.rn.f32 number, $1, $[[TOKEN]], wgmma_sum3078;
+// CHECK-SAME:    fma.rn.f32 wgmma_sum3074, number, $1, wgmma_sum3074;
 // CHECK:         wgmma.wait_group.sync.aligned 0;
 // CHECK-SAME:    mov.f32 $0, wgmma_sum3072;
 !units = !lowbit.reg<[4, 32], vector<4xi32>, "spatial(4, 32)">
@@ -47,9 +50,9 @@ lowbit.program @products(%pw: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %py: !llvm.ptr<1>
   %product = lowbit.accumulator : !sums
   lowbit.clear_accumulator %sums : !sums
   lowbit.accumulate %a, %x, %product {fresh, row = 8, start = 32} : !a, !x, !sums
-  lowbit.add_scaled %product, %scale, %sums {pending = 0} : !sums, !scale, !sums
+  lowbit.add_scaled %product, %scale, %sums {operandSegmentSizes = array<i32: 1, 1, 1, 0, 0>, pending = 0} : !sums, !scale, !sums
   lowbit.materialize %of_x {by_all} : !of_x
-  lowbit.add_outer %scale, %of_x, %sums : !scale, !of_x, !sums
+  lowbit.add_scaled %product, %scale, %sums, %scale, %of_x {operandSegmentSizes = array<i32: 1, 1, 1, 1, 1>, pending = 0} : !sums, !scale, !sums, !scale, !of_x
   %total = lowbit.read_accumulator %sums : !sums
   lowbit.store %total, %y[%c0, %c0] : !sums, !y
   lowbit.return

@@ -184,3 +184,27 @@ lowbit.program @choose(%px: !llvm.ptr<1>, %pb: !llvm.ptr<1>) attributes {threads
   lowbit.store %raised, %x[%c0, %c0] : !numbers, !view
   lowbit.return
 }
+
+// -----
+
+// Whole numbers in f32 become integers, of which products are added up in 32 bits.
+// CHECK-LABEL: gpu.func @integers
+// CHECK:         %[[WHOLE:.*]] = arith.fptosi %{{.*}} : f32 to i32
+// CHECK:         %[[PRODUCT:.*]] = arith.muli %[[WHOLE]], %[[WHOLE]]
+// CHECK:         arith.addi %[[PRODUCT]], %[[WHOLE]]
+// CHECK-NOT:     llvm.intr.fma
+!numbers = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+!whole = !lowbit.reg<[8, 4], i32, "spatial(8, 4)">
+!view = !lowbit.global<[8, 4], f32, [4, 1], [1, 1]>
+!out = !lowbit.global<[8, 4], i32, [4, 1], [1, 1]>
+lowbit.program @integers(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["x",
+    "y"], workspace = 0} {
+  %c0 = arith.constant 0 : i32
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !view
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !out
+  %numbers = lowbit.load %x[%c0, %c0] : !view -> !numbers
+  %whole = lowbit.cast %numbers {kind = "float"} : !numbers -> !whole
+  %sum = lowbit.fma %whole, %whole, %whole : !whole
+  lowbit.store %sum, %y[%c0, %c0] : !whole, !out
+  lowbit.return
+}

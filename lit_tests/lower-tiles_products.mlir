@@ -201,3 +201,36 @@ lowbit.program @others(%pc: !llvm.ptr<1>, %count: i32) attributes {threads = 64,
   }
   lowbit.return
 }
+
+// -----
+
+// Signed codes as bytes: each goes to the top of its byte, and the lop3 that masks it turns its sign.
+// CHECK-LABEL: gpu.func @signed_bytes
+// CHECK:         %[[LEFT:.*]] = arith.shli %[[WORD:.*]], %c4_i32
+// CHECK:         llvm.inline_asm asm_dialect = att "lop3.b32 $0, $1, $2, $3, 106;", "=r,r,n,r" %[[LEFT]], %c-252645136_i32, %c-2139062144_i32
+// CHECK:         llvm.inline_asm asm_dialect = att "lop3.b32 $0, $1, $2, $3, 106;", "=r,r,n,r" %[[WORD]], %c-252645136_i32, %c-2139062144_i32
+// CHECK:         nvvm.mma.sync {{.*}} multiplicandAPtxType = #nvvm.mma_type<s8>
+!codes = !lowbit.global<[1, 32], vector<4xi32>, [32, 1], [1, 1]>
+!x_buffer = !lowbit.shared<[8, 64], i8, [80, 1], 0>
+!units = !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">
+!a_codes = !lowbit.reg<[16, 64], #lowbit.format<"i4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], i8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+!b = !lowbit.reg<[8, 64], i8, "local(1, 2).column_local(1, 2).spatial(8, 4).local(1, 4)">
+!d = !lowbit.reg<[16, 8], i32, "local(2, 1).spatial(8, 4).local(1, 2)">
+!y = !lowbit.global<[16, 8], i32, [8, 1], [1, 1]>
+lowbit.program @signed_bytes(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["w",
+    "y"], workspace = 0} {
+  %c0 = arith.constant 0 : i32
+  %w = lowbit.global_view %pw : !llvm.ptr<1> -> !codes
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !y
+  %x = lowbit.alloc_shared : !x_buffer
+  %units = lowbit.load %w[%c0, %c0] : !codes -> !units
+  %codes = lowbit.view %units : !units -> !a_codes
+  %a = lowbit.decode_bytes %codes : !a_codes -> !a
+  %c8 = arith.constant 8 : i32
+  %b = lowbit.load_matrix %x, %c8 : !x_buffer -> !b
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  %sums = lowbit.mma %a, %b, %zero : !a, !b, !d -> !d
+  lowbit.store %sums, %y[%c0, %c0] : !d, !y
+  lowbit.return
+}

@@ -4,9 +4,12 @@
                subnormals and its first exponent are one line. The sign, exponent and mantissa of a float move to the
                places of f8e4m3's, which leaves the power of two between the two biases. Both powers are for the
                scale (`byte_exponent`).
-    "i8"       bytes are unsigned integers, the codes as they are stored. Activations are signed.
+    "i8"       bytes are integers: unsigned ones are the codes as they are stored. Signed ones without zeros have their
+               code at the top of the byte, whose highest bit is turned: the number is the value times 2^(8 - bits), in
+               two's complement, and takes no instruction more (`has_signs`). Activations are signed.
 
-Signed codes are in offset binary, so too large by `raw_codes.zero_code`; sums of x correct that, and subtract zeros.
+Signed codes are in offset binary. Where bytes are these, they are too large by `raw_codes.zero_code`, which sums of x
+correct, as they subtract zeros.
 
 A register of mma.m16n8k32 has four codes of a row, where the packed weight (`dialect.formats.packing`) has two codes in
 each of the two registers for this row of a 16 x 16 block. Byte `4 t + j` of 16 columns is therefore column
@@ -33,6 +36,7 @@ COMPUTE: tuple[Compute, ...] = ("f8e4m3", "i8")
 
 SUM_COLUMNS = 32  # of x that have a sum: the K of an mma of bytes, so groups are multiples of it
 PROMOTED = 128  # columns after which products of f8e4m3 are added to sums in f32
+MOST_EXACT = 512  # columns of u8 * s8, less zeros of 8 bits times sums of x, of which f32 holds every number on the way
 MOST_UNFOLDED = 128  # tokens up to which codes are multiplied where they can be, whatever `MatmulSpec.fold_scales` says
 MOST_COLUMNS = 65536  # sums of u8 * s8 over more would not fit into 32 bits
 
@@ -43,6 +47,7 @@ LEAST_PEAK = 2.0**-100  # what counts as the largest |x| of a row of less: its s
 _EXPONENT, _MANTISSA, _BIAS = 4, 3, 7  # of f8e4m3
 _EXACT_BITS = 4  # unsigned codes of so many bits are numbers of f8e4m3
 _HALVES = 0x00010001
+_BYTE = 8  # bits
 _FOLD = "fold"  # after the type, on a command line
 
 
@@ -79,10 +84,21 @@ def fitting_names(compute: Compute) -> tuple[str, ...]:
     return tuple(name for name in all_names() if fits(dtype(name), compute))
 
 
-def byte_exponent(t: DType, compute: Compute) -> int:
-    """Returns the e for which bytes are value * 2^-e."""
+def has_signs(t: DType, compute: Compute, zeros: str) -> bool:
+    """Tells whether codes become signed integers: those of signed formats from which no zeros are subtracted. Less
+    their zeros, codes of both kinds are the differences of what is stored."""
+    return compute == "i8" and t.kind == "int" and zeros == "none"
+
+
+def sums_correct(t: DType, compute: Compute, zeros: str) -> bool:
+    """Tells whether sums of x make up for what bytes are too large by, where these are codes as they are stored."""
+    return zeros != "none" or (t.kind == "int" and not has_signs(t, compute, zeros))
+
+
+def byte_exponent(t: DType, compute: Compute, zeros: str = "none") -> int:
+    """Returns the e for which bytes are value * 2^-e. zeros: of the weight, as in `MatmulSpec`."""
     if compute == "i8":
-        return 0
+        return t.bits - _BYTE if has_signs(t, compute, zeros) else 0
     return _BIAS - t.bias if t.kind == "float" else _BIAS - 1 + _MANTISSA
 
 
@@ -102,26 +118,30 @@ def byte_order() -> NDArray[np.int64]:
     return np.array([column_of(byte) for byte in range(BLOCK_K)])
 
 
-def _fields(t: DType, compute: Compute) -> Iterator[tuple[int, int, int]]:
+def _fields(t: DType, compute: Compute, signed: bool) -> Iterator[tuple[int, int, int]]:
     """Yields the parts of a code: lowest bit, number of bits, and the lowest bit that they have in the byte."""
     if compute == "i8" or t.kind != "float":
-        yield 0, t.bits, 0
+        yield 0, t.bits, _BYTE - t.bits if signed else 0
     else:
         yield 0, t.bits - 1, _MANTISSA - t.mantissa
         yield t.bits - 1, 1, 7
 
 
-def moves(t: DType, compute: Compute, registers: Sequence[int]) -> list[tuple[int, int, int, int]]:
+def moves(
+    t: DType, compute: Compute, registers: Sequence[int], signed: bool = False
+) -> list[tuple[int, int, int, int]]:
     """Returns how the four bytes of a row are made of the words of its two registers (numbers in their runs): a list of
     (register 0 or 1, word of its run, right shift, mask), of which the masked words are joined.
 
     The codes of register 0 become bytes 0 and 2, those of register 1 bytes 1 and 3. What needs the same shift of the
     same word is one move; whether two registers have the same words, the caller knows: they do if they are of one run.
+
+    signed: whether integers are to be at the top of their bytes, whose highest bits are left to turn (`has_signs`)
     """
     masks: dict[tuple[int, int, int], int] = defaultdict(int)
     for which, number in enumerate(registers):
         for piece in run_of(t.bits)[number]:
-            for low, bits, target in _fields(t, compute):
+            for low, bits, target in _fields(t, compute, signed):
                 first, width = _overlap(piece, low, bits)
                 if width > 0:
                     place = 8 * which + target + first - low

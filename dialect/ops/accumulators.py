@@ -13,7 +13,6 @@ Sums that products are added to only when they have ended, since each has a scal
 
     lowbit.accumulate %a, %b, %product, fresh
     lowbit.add_scaled %product, %scale, %sums, pending 0
-    lowbit.add_outer %offset, %sums_of_x, %sums
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
@@ -114,14 +113,18 @@ class AwaitProductsOp(Lowbit.Operation, name="await_products"):
 
 class AddScaledOp(Lowbit.Operation, name="add_scaled"):
     """Waits until at most the last `pending` products of `accumulate` are under way, and adds one that has ended to
-    other sums, in f32: sums += scale * product, rounded once, or sums += product.
+    other sums, in f32: sums += scale * product, rounded once, or sums += product. Before, an outer product may be added
+    to the product, which is rounded once for that: product + column * row.
 
-    scale  one tile [.., m, 1] in f32, or none
+    scale        one tile [.., m, 1] in f32, or none
+    column, row  one tile [.., m, 1] and one [.., 1, n] in f32, or none
     """
 
     product: ext.Operand[RegType]
     scale: Sequence[ext.Operand[RegType]]
     sums: ext.Operand[RegType]
+    column: Sequence[ext.Operand[RegType]]
+    row: Sequence[ext.Operand[RegType]]
     pending: ir.IntegerAttr
 
     @verifier
@@ -132,32 +135,13 @@ class AddScaledOp(Lowbit.Operation, name="add_scaled"):
         expect(product.layout == sums.layout, "layout of the product", sums.layout, product.layout)
         in_range(op.pending, "pending", 0, 7)
         expect(len(op.scale) <= 1, "scale", "one at most", len(op.scale))
-        rows = sums.layout.reduce((sums.layout.rank - 1,))
-        for scale in op.scale:
-            reg = Reg.of(scale.type)
-            expect((reg.element, reg.layout) == ("f32", rows), "scale", f"f32 in {rows}", reg)
-
-
-class AddOuterOp(Lowbit.Operation, name="add_outer"):
-    """Adds the outer product of a column and a row to sums that no product is under way to: sums += column * row in
-    f32, each rounded once.
-
-    column  a tile [.., m, 1] in f32
-    row     a tile [.., 1, n] in f32
-    """
-
-    column: ext.Operand[RegType]
-    row: ext.Operand[RegType]
-    sums: ext.Operand[RegType]
-
-    @verifier
-    def verify_invariants(op: Any) -> None:
-        sums = _check_accumulator(op.sums)
-        expect(sums.element == "f32", "element of the sums", "f32", sums.element)
+        expect(len(op.column) <= 1, "column", "one at most", len(op.column))
+        expect(len(op.row) == len(op.column), "number of rows", len(op.column), len(op.row))
         rank = sums.layout.rank
-        for name, value, reduced in (("column", op.column, rank - 1), ("row", op.row, rank - 2)):
-            reg, layout = Reg.of(value.type), sums.layout.reduce((reduced,))
-            expect((reg.element, reg.layout) == ("f32", layout), name, f"f32 in {layout}", reg)
+        rows, columns = sums.layout.reduce((rank - 1,)), sums.layout.reduce((rank - 2,))
+        for name, tiles, layout in (("scale", op.scale, rows), ("column", op.column, rows), ("row", op.row, columns)):
+            for reg in (Reg.of(tile.type) for tile in tiles):
+                expect((reg.element, reg.layout) == ("f32", layout), name, f"f32 in {layout}", reg)
 
 
 class ReadAccumulatorOp(Lowbit.Operation, name="read_accumulator"):

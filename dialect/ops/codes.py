@@ -25,11 +25,13 @@ def _check_subtraction(op: Any, format_: DType, result: Reg) -> None:
     has_offset = op.offset is not None
     expect(len(op.zeros) + has_offset <= 1, "zeros and offset", "one of them at most", "both")
     if not op.zeros and not has_offset:
-        expect(result.element != "i8", "element of the result with nothing to subtract", "f8E4M3FN or ui8", "i8")
+        signed = result.element != "i8" or format_.kind == "int"
+        expect(signed, "element of the result with nothing to subtract", "f8E4M3FN or ui8", "i8")
         return
     check_shifted(format_)
     expect(result.element != "ui8", "element of the result with a sign", "f8E4M3FN or i8", "ui8")
     if has_offset:
+        expect(result.element == "f8E4M3FN", "element of the result with an offset", "f8E4M3FN", result.element)
         in_range(op.offset, "offset", 1, 1 << (format_.bits - 1))
     rows = result.layout.reduce((result.layout.rank - 1,))
     for zero in op.zeros:
@@ -150,14 +152,15 @@ class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
 
 class DecodeBytesOp(Lowbit.Operation, name="decode_bytes", traits=[ext.Pure]):
     """Every code as a byte that an mma of 8 bits multiplies, as `dialect.formats.byte_codes` says: f8E4M3FN, which is
-    the value times 2^-e (`byte_exponent`), or ui8 or i8, the code as it is stored.
+    the value times 2^-e (`byte_exponent`), ui8, the code as it is stored, or, of a signed format, i8, its value times
+    2^(8 - bits).
 
     The columns of every 16 are those that `byte_order` puts next to one another, in the order of bytes in memory.
 
-    From integers may be subtracted, so that they are f8E4M3FN or i8 with a sign:
+    From integers as they are stored may be subtracted, so that they are f8E4M3FN or i8 with a sign:
 
     zeros   none, or one tile [.., rows, 1] of bytes, the integer zero points of one group
-    offset  a number, that of signed codes (`raw_codes.zero_code`), where there are no zeros
+    offset  of f8E4M3FN a number, that of signed codes (`raw_codes.zero_code`), where there are no zeros
     """
 
     source: ext.Operand[RegType]

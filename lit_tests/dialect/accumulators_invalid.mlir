@@ -72,7 +72,7 @@ func.func @pending(%a: !a, %b: !b) {
 func.func @product_of_itself() {
   %0 = "lowbit.accumulator"() : () -> !sums
   // expected-error @below {{sums: expected another accumulator than the product, got the same}}
-  "lowbit.add_scaled"(%0, %0) {operandSegmentSizes = array<i32: 1, 0, 1>, pending = 0 : i64} : (!sums, !sums) -> ()
+  "lowbit.add_scaled"(%0, %0) {operandSegmentSizes = array<i32: 1, 0, 1, 0, 0>, pending = 0 : i64} : (!sums, !sums) -> ()
   return
 }
 
@@ -84,7 +84,7 @@ func.func @scale(%scale: !scale) {
   %0 = "lowbit.accumulator"() : () -> !sums
   %1 = "lowbit.accumulator"() : () -> !sums
   // expected-error @below {{scale: expected f32 in}}
-  "lowbit.add_scaled"(%0, %scale, %1) {operandSegmentSizes = array<i32: 1, 1, 1>, pending = 0 : i64} : (!sums, !scale, !sums) -> ()
+  "lowbit.add_scaled"(%0, %scale, %1) {operandSegmentSizes = array<i32: 1, 1, 1, 0, 0>, pending = 0 : i64} : (!sums, !scale, !sums) -> ()
   return
 }
 
@@ -94,8 +94,23 @@ func.func @scale(%scale: !scale) {
 !column = !lowbit.reg<[64, 1], f32, "spatial(4, 1).local(2, 1).spatial(8, 1).replicated(4)">
 func.func @row(%column: !column) {
   %0 = "lowbit.accumulator"() : () -> !sums
+  %1 = "lowbit.accumulator"() : () -> !sums
   // expected-error @below {{row: expected f32 in replicated(32, rank=2).spatial(1, 4).local(1, 2)}}
-  "lowbit.add_outer"(%column, %column, %0) : (!column, !column, !sums) -> ()
+  "lowbit.add_scaled"(%0, %1, %column, %column) {operandSegmentSizes = array<i32: 1, 0, 1, 1, 1>, pending = 0 : i64}
+    : (!sums, !sums, !column, !column) -> ()
+  return
+}
+
+// -----
+
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+!column = !lowbit.reg<[64, 1], f32, "spatial(4, 1).local(2, 1).spatial(8, 1).replicated(4)">
+func.func @column_without_row(%column: !column) {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  %1 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{number of rows: expected 1, got 0}}
+  "lowbit.add_scaled"(%0, %1, %column) {operandSegmentSizes = array<i32: 1, 0, 1, 1, 0>, pending = 0 : i64}
+    : (!sums, !sums, !column) -> ()
   return
 }
 

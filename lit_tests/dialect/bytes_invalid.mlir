@@ -58,6 +58,16 @@ func.func @sign(%codes: !codes) {
 
 // -----
 
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"i4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @offset(%codes: !codes) {
+  // expected-error @below {{element of the result with an offset: expected f8E4M3FN, got i8}}
+  %a = "lowbit.decode_bytes"(%codes) {offset = 8 : i64, operandSegmentSizes = array<i32: 1, 0>} : (!codes)
+    -> !lowbit.reg<[16, 64], i8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"f4e2m1", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @no_integers(%codes: !codes) {
   // expected-error @below {{format with shifts: expected an integer one, got f4e2m1}}

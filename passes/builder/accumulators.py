@@ -48,14 +48,14 @@ class Accumulators(Operations):
         """Waits until at most the last `pending` products are under way, 0 to 7."""
         ops.AwaitProductsOp(i64(pending))
 
-    def add_scaled(self, product: Tile, scale: Tile | None, sums: Tile, pending: int = 0) -> None:
-        """sums += scale * product, once all products but the last `pending` have ended."""
+    def add_scaled(
+        self, product: Tile, scale: Tile | None, sums: Tile, pending: int = 0, outer: tuple[Tile, Tile] | None = None
+    ) -> None:
+        """sums += scale * product, once all products but the last `pending` have ended. outer: a column [rows, 1] and a
+        row [1, tokens] in f32, whose outer product is added to the product before it is scaled."""
         scales = [] if scale is None else [scale.value]
-        ops.AddScaledOp(product.value, scales, sums.value, i64(pending))
-
-    def add_outer(self, column: Tile, row: Tile, sums: Tile) -> None:
-        """sums += column * row: [rows, 1] and [1, tokens] in f32, of sums that no product is under way to."""
-        ops.AddOuterOp(column.value, row.value, sums.value)
+        column, row = ([tile.value] for tile in outer) if outer else ([], [])
+        ops.AddScaledOp(product.value, scales, sums.value, column, row, i64(pending))
 
     def read(self, sums: Tile) -> Tile:
         """The sums, once all products have ended."""

@@ -39,7 +39,7 @@ class Elementwise(Operations):
         return elementwise(ops.MinOp, a, b)
 
     def fma(self, a: Operand, b: Operand, c: Operand) -> Tile:
-        """a * b + c, rounded once."""
+        """a * b + c, rounded once; of integers (i32) the lowest 32 bits."""
         return elementwise(ops.FmaOp, a, b, c)
 
     def neg(self, a: Tile) -> Tile:

@@ -101,16 +101,9 @@ def add_scaled(op: Any, c: LoweringContext) -> None:
     c.pending.finish_reads()
     for row in range(sums.rows):
         scales = _scalars_of_row(c.tiles[op.scale[0]], sums, row) if op.scale else []
+        outer = [_scalars_of_row(c.tiles[tile], sums, row) for tile in (*op.column, *op.row)]
         names = product.names(row), scales, sums.names(row)
-        warpgroup.add_scaled(str(product.reg.element), *names, int_attr(op, "pending"))
-
-
-@lowers(ops.AddOuterOp, needs=WGMMA)
-def add_outer(op: Any, c: LoweringContext) -> None:
-    sums = _of(op.sums, c)
-    for row in range(sums.rows):
-        columns, rows = (_scalars_of_row(c.tiles[tile], sums, row) for tile in (op.column, op.row))
-        warpgroup.add_products(columns, rows, sums.names(row))
+        warpgroup.add_scaled(str(product.reg.element), *names, int_attr(op, "pending"), list(zip(*outer)))
 
 
 def _scalars_of_row(tile: Fragment, sums: Accumulator, row: int) -> list[Any]:

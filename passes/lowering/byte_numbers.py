@@ -32,10 +32,11 @@ def decode_bytes(op: Any, c: LoweringContext) -> None:
         c.require(FP8, op.operation.name)
     places = places_of(format_, codes.reg.layout)
     registers_of = _registers_of_a_row(fragment_blocks(codes.reg.layout, MMA_M16N8K16_A), reg)
-    zero, minus = _zeros_of(op, c, reg), _signs_of_i8 if format_.bits == 8 else _MINUS[compute]
+    zero, minus = _zeros_of(op, c, reg), _MINUS[compute]
+    signed = str(reg.element) == "i8" and zero is None
 
     def register(i: int) -> Any:
-        joined = _joined(codes, format_, compute, [places[of] for of in registers_of(i)])
+        joined = _joined(codes, format_, compute, [places[of] for of in registers_of(i)], signed)
         return joined if zero is None else minus(joined, zero(i))
 
     c.tiles[op.result] = Fragment(reg, "word", register)
@@ -60,20 +61,24 @@ def _registers_of_a_row(places: Sequence[Place], result: Reg) -> Callable[[int],
     return registers_of
 
 
-def _joined(codes: Fragment, format_: DType, compute: Any, both: list[tuple[int, int]]) -> Any:
-    """Four bytes from the words of two registers, each given by the first word of its run and its number there."""
+def _joined(codes: Fragment, format_: DType, compute: Any, both: list[tuple[int, int]], signed: bool) -> Any:
+    """Four bytes from the words of two registers, each given by the first word of its run and its number there. signed:
+    whether their highest bits are turned, which the instructions that mask do, too."""
     masks: dict[tuple[int, int], int] = {}
-    for which, word, shift, mask in moves(format_, compute, [number for _, number in both]):
+    for which, word, shift, mask in moves(format_, compute, [number for _, number in both], signed):
         key = both[which][0] + word, shift
         masks[key] = masks.get(key, 0) | mask
-    result: Any = None
+    result = emit.constant(_HIGHEST) if signed else None
     for (word, shift), mask in masks.items():
         moved = emit.shift_right(codes.register(word), shift)
-        result = emit.mask(moved, mask) if result is None else emit.mask_or(moved, mask, result)
+        if result is None:
+            result = emit.mask(moved, mask)
+        else:
+            result = (emit.mask_xor if signed else emit.mask_or)(moved, mask, result)
     return result
 
 
-_EVERY_BYTE = 0x01010101
+_EVERY_BYTE, _HIGHEST = 0x01010101, 0x80808080
 
 
 def _zeros_of(op: Any, c: LoweringContext, reg: Reg) -> Callable[[int], Any] | None:
@@ -96,14 +101,9 @@ def _zeros_of(op: Any, c: LoweringContext, reg: Reg) -> Callable[[int], Any] | N
     return zero
 
 
-def _signs_of_i8(codes: Any, zeros: Any) -> Any:
-    """Four codes of i8, which are stored 128 too large."""
-    return arith.xori(codes, zeros)
-
-
 def _signed_minus(codes: Any, zeros: Any) -> Any:
     """Four codes less their zeros as i8: bit 7 keeps a byte from borrowing of the next."""
-    high = emit.constant(0x80808080)
+    high = emit.constant(_HIGHEST)
     return arith.xori(arith.subi(arith.ori(codes, high), zeros), high)
 
 
@@ -112,9 +112,9 @@ def _e4m3_minus(codes: Any, zeros: Any) -> Any:
 
     A byte of 128 + d has its highest bit set unless d is negative.
     """
-    signs = emit.constant(0x80808080)
+    signs = emit.constant(_HIGHEST)
     shifted = arith.addi(codes, arith.subi(signs, zeros))
-    negative = emit.mask(arith.xori(shifted, emit.constant(0xFFFFFFFF)), 0x80808080)
+    negative = emit.mask(arith.xori(shifted, emit.constant(0xFFFFFFFF)), _HIGHEST)
     return arith.ori(_distances(codes, zeros), negative)
 
 

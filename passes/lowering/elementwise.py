@@ -70,7 +70,7 @@ def _from_table(op: Any, c: LoweringContext) -> Callable[[Any, Any], Any]:
 
 
 _CASTS: dict[str, Callable[[Any, Any], Any]] = {
-    "float": emit.convert,
+    "float": lambda to, x: arith.fptosi(to, x) if to == emit.integer() else emit.convert(to, x),
     "signed": _from_signed,
     "unsigned": _from_unsigned,
     "e4m3": lambda to, x: emit.from_e4m3(_sign_extended(x)),
@@ -108,7 +108,10 @@ def mul(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.FmaOp)
 def fma(op: Any, c: LoweringContext) -> None:
-    _in_pairs(op, c, emit.fma)
+    def of_integers(x: Any, y: Any, z: Any) -> Any:
+        return arith.addi(arith.muli(x, y), z)
+
+    _in_pairs(op, c, emit.fma, of_integers)
 
 
 @lowers(ops.MaxOp)

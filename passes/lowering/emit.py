@@ -11,6 +11,7 @@ from typing import Any
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 
 AND_OR = 0xEA  # lop3's truth table of (a & b) | c
+AND_XOR = 0x6A  # and of (a & b) ^ c
 SELECT = 0xE2  # of (a & b) | (c & ~b)
 _DYNAMIC = -(1 << 31)  # llvm.getelementptr's mark of an index that is an operand
 
@@ -57,6 +58,11 @@ def rotate_right(x: Any, by: int) -> Any:
 def mask_or(x: Any, bits: int, y: Any) -> Any:
     """(x & bits) | y."""
     return _lop3(x, bits, y, AND_OR)
+
+
+def mask_xor(x: Any, bits: int, y: Any) -> Any:
+    """(x & bits) ^ y."""
+    return _lop3(x, bits, y, AND_XOR)
 
 
 def select_bits(x: Any, bits: int, y: Any) -> Any:

@@ -287,26 +287,29 @@ def read(element: str, names: Sequence[str], first: Sequence[str] = ()) -> list[
 
 
 def add_scaled(
-    element: str, products: Sequence[str], scales: Sequence[Any], sums: Sequence[str], pending: int
+    element: str,
+    products: Sequence[str],
+    scales: Sequence[Any],
+    sums: Sequence[str],
+    pending: int,
+    outer: Sequence[tuple[Any, Any]] = (),
 ) -> None:
-    """Adds accumulators of a type, times scales if there are any, to others of f32, after a wait for them."""
-    places = {scale: f"${i}" for i, scale in enumerate(dict.fromkeys(scales))}
+    """Adds accumulators of a type, times scales if there are any, to others of f32, after a wait for them. outer: two
+    numbers for every accumulator, whose product is added to it before."""
+    numbers = [number for two in outer for number in two]
+    places = {number: f"${i}" for i, number in enumerate(dict.fromkeys([*scales, *numbers]))}
     lines = ["{", ".reg .f32 number;", waiting(pending)]
     for i, (product, sum) in enumerate(zip(products, sums, strict=True)):
         if element == "i32":
             lines.append(f"cvt.rn.f32.s32 number, {product};")
             product = "number"
+        if outer:
+            left, right = outer[i]
+            lines.append(f"fma.rn.f32 number, {places[left]}, {places[right]}, {product};")
+            product = "number"
         scaled = f"fma.rn.f32 {sum}, {product}, {places[scales[i]]}, {sum};" if scales else ""
         lines.append(scaled or f"add.rn.f32 {sum}, {sum}, {product};")
     _assembly(None, list(places), [*lines, "}"], ["f"] * len(places))
-
-
-def add_products(left: Sequence[Any], right: Sequence[Any], sums: Sequence[str]) -> None:
-    """Adds products of two numbers to accumulators of f32."""
-    places = {number: f"${i}" for i, number in enumerate(dict.fromkeys([*left, *right]))}
-    terms = zip(left, right, sums, strict=True)
-    lines = [f"fma.rn.f32 {sum}, {places[a]}, {places[b]}, {sum};" for a, b, sum in terms]
-    _assembly(None, list(places), lines, ["f"] * len(places))
 
 
 def wait(pending: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 import lowbit
 from lowbit.dialect.formats import byte_codes
 from lowbit.dialect.formats.byte_codes import COMPUTE
+from lowbit.passes.kernels.sum_order import APART, SumOrder
 from lowbit.passes.pipeline import CompiledKernel
-from lowbit.pylib.reference import matmul
-from lowbit.pylib.runtime.activation import VALUES
+from lowbit.pylib.reference import dequantize, matmul
+from lowbit.pylib.runtime.activation import VALUES, quantize_rows
 from lowbit.pylib.weights.packed import pack
 
 HOPPER, ADA, AMPERE = "emulator:sm_90a", "emulator:sm_89", "emulator:sm_80"
@@ -51,6 +53,35 @@ def exact(spec: lowbit.MatmulSpec, problem: Problem) -> Tensor:
     x, x_scales, *weight = problem
     product = matmul(replace(spec, compute=None), x.double() * x_scales[:, None].double(), *weight)
     return torch.from_numpy(product).float()
+
+
+def in_order(spec: lowbit.MatmulSpec, order: SumOrder, x: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """y [m, n] in f32 by the definition of an order, of x [m, k] that is quantized to i8: products of codes less zeros
+    are exact integers, those of a group are scaled by one fma, and those of a row are one number of each chain."""
+    of_x, x_scales = quantize_rows(x, "i8")
+    weight = replace(spec, compute=None, group_size=spec.group_size or spec.k)
+    ones = {"scales": torch.ones(spec.n, weight.k // (weight.group_size or spec.k)).half()}
+    plain = {name: tensor for name, tensor in tensors.items() if name in ("codes", "zeros")} | ones
+    differences = torch.from_numpy(dequantize(replace(weight, row_scales=False), **plain)).double()
+    group = min(spec.group_size or spec.k, order.step_k)
+    chains: list[Tensor] = []
+    part = -(-spec.k // (order.step_k * order.split_k * order.warps_k)) * order.warps_k * order.step_k
+    for first in range(0, spec.k, part):
+        for warp in range(order.warps_k):
+            starts = range(first + warp * order.step_k, min(first + part, spec.k), order.warps_k * order.step_k)
+            sums, whole = torch.zeros(len(x), spec.n), torch.zeros(len(x), spec.n).double()
+            for at in (start + of for start in starts for of in range(0, order.step_k, group)):
+                product = of_x[:, at : at + group].double() @ differences[:, at : at + group].T
+                whole += product
+                if spec.group_size:
+                    scale = tensors["scales"][:, at // spec.group_size].double()
+                    sums = (product * scale + sums.double()).float()
+            chains.append(sums if spec.group_size else whole.float() * tensors["scales"][:, 0].float())
+    if APART in order.products:
+        parts = (chains[i : i + order.warps_k] for i in range(0, len(chains), order.warps_k))
+        chains = [reduce(torch.add, of_part) for of_part in parts]
+    total = reduce(torch.add, chains) * x_scales[:, None]
+    return total * tensors["row_scales"].view(-1) if spec.row_scales else total
 
 
 def run_quantized(kernel: CompiledKernel, spec: lowbit.MatmulSpec, problem: Problem) -> Tensor:

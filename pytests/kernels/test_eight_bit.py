@@ -157,16 +157,17 @@ def others(right: Any) -> Any:
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "sums lost": (SumsOfX, "load", no_sums),
-    "columns exchanged": (byte_numbers, "moves", lambda right: lambda t, c, numbers: right(t, c, numbers[::-1])),
-    "power of two": (scaling, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
+    "columns exchanged": (byte_numbers, "moves", lambda right: lambda t, c, of, signed: right(t, c, of[::-1], signed)),
+    "power of two": (scaling, "byte_exponent", lambda right: lambda *of: right(*of) + 1),
     "offset": (arithmetic, "zero_code", lambda right: lambda t: right(t) + 1),
+    "signs": (byte_numbers, "_HIGHEST", lambda right: 0x80800080),
     "rows exchanged": (byte_numbers, "places_of", others),
 }
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute: Compute = "f8e4m3" if what == "power of two" else "i8"
+    compute: Compute = "f8e4m3" if what in ("power of two", "offset", "sums lost") else "i8"
     spec = lowbit.MatmulSpec(64, 256, "i4", 64, compute=compute, out="f32")
     problem, schedule = whole_problem(spec, 7), EightBitSchedule(8, 1, 4, 1, 128, 2, wgmma=True)
     assert torch.equal(run(spec, schedule, problem), exact(spec, problem))

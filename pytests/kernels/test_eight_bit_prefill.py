@@ -139,7 +139,7 @@ def test_scales_of_rows_beside_those_of_groups() -> None:
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "power of two": (weight_bytes, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
+    "power of two": (weight_bytes, "byte_exponent", lambda right: lambda *of: right(*of) + 1),
     "offset": (plan, "zero_code", lambda right: lambda t: right(t) - 1),
     "scales": (weight_bytes.PlainBytes, "scale_of", lambda right: lambda self, some, held: None),
     "part": (product_sums.PromotedSums, "_begin", lambda right: lambda self, some, part: right(self, some, 0)),

@@ -85,8 +85,10 @@ def test_the_order_of_bytes_is_undone(compute: Compute) -> None:
 
 @pytest.mark.parametrize(("compute", "name"), FITTING)
 def test_moves_make_the_bytes(compute: Compute, name: str) -> None:
-    """Of every code in every register of a run: the byte is its value, times a power of two, plus the offset."""
+    """Of every code in every register of a run: the byte is its value, times a power of two, plus the offset of f8e4m3,
+    or, of i8, with the highest bit of signed codes turned."""
     t = dtype(name)
+    signed = byte_codes.has_signs(t, compute, "none")
     run = run_of(t.bits)
     stored = np.arange(t.codes)
     for number in range(len(run)):
@@ -97,15 +99,16 @@ def test_moves_make_the_bytes(compute: Compute, name: str) -> None:
         for which in range(2):
             made = np.zeros(t.codes, np.uint32)
             registers = [number if i == which else 0 for i in range(2)]
-            for of, word, shift, mask in byte_codes.moves(t, compute, registers):
+            for of, word, shift, mask in byte_codes.moves(t, compute, registers, signed):
                 if of == which:
                     moved = words[:, word] >> shift if shift >= 0 else words[:, word] << -shift
                     made |= moved & np.uint32(mask)
             assert (made == (made >> 8 * which & 0xFF) * (0x10001 << 8 * which)).all()
-            byte = (made >> 8 * which & 0xFF).astype(np.uint8)
-            numbers = byte.astype(float) if compute == "i8" else dtype("f8e4m3").values()[byte]
+            byte = (made >> 8 * which & 0xFF).astype(np.uint8) ^ np.uint8(0x80 * signed)
+            of_i8 = byte.view(np.int8) if signed else byte
+            numbers = of_i8.astype(float) if compute == "i8" else dtype("f8e4m3").values()[byte]
             values = stored - zero_code(t) if t.kind == "int" else t.values()
-            expected = (values + zero_code(t)) * 2.0 ** -byte_codes.byte_exponent(t, compute)
+            expected = (values + (0.0 if signed else zero_code(t))) * 2.0 ** -byte_codes.byte_exponent(t, compute)
             np.testing.assert_array_equal(numbers, expected)
 
 

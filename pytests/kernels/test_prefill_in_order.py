@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from eight_bit_problems import in_order as by_definition
+from sweeps import swept
 
 import lowbit
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats import byte_codes
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.eight_bit_in_order.schedule import EightBitInOrderSchedule
@@ -21,7 +25,7 @@ from lowbit.passes.kernels.prefill_in_order.legality import products_of
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.prefill_mma_in_order.schedule import PrefillMmaInOrderSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of, request
-from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.kernels.sum_order import APART, SumOrder
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling import choice, order_choice, order_tables
 from lowbit.passes.target import Target
@@ -143,6 +147,31 @@ def test_rows_of_a_prompt_have_the_bits_that_few_have(name: str, by_wgmma: bool)
     many = multiplied(spec, schedule, order, x, tensors, target)
     assert torch.equal(many[:8], few)
     assert many[70].isnan().all() and not many[-1].isnan().any()
+
+
+INTEGERS = [name for name in byte_codes.fitting_names("i8") if name not in ("u1", "i1")]
+
+
+@pytest.mark.parametrize(
+    ("weight", "zeros", "group", "row_scales", "by_wgmma"),
+    swept(product(INTEGERS, ("none", "int"), (32, 128, None), (False, True), (True, False))),
+)
+def test_products_of_integers_are_exact(
+    weight: str, zeros: Any, group: int | None, row_scales: bool, by_wgmma: bool
+) -> None:
+    """So kernels give the bits of the definition, whether they multiply codes as they are stored, less their zeros, or
+    with signs."""
+    spec = S(128, K, weight, group, zeros=zeros, row_scales=row_scales, compute="i8", out="f32", invariant=True)
+    target, chance = TARGET if by_wgmma else AMPERE, random.Random(f"{spec}")
+    for_few, for_many = families_of(spec, target)
+    order = orders_of(spec, target, chance)[0]
+    assert order.products in (("bytes",), ("bytes", APART))
+    x, tensors = random_inputs(spec, ROWS, 1)
+    x[3], x[5] = x[3].abs(), -x[5].abs()  # sums of x as large as they become
+    expected = by_definition(spec, order, x, tensors)
+    for family, m in ((for_few, 8), (for_few, 32), (for_many, ROWS)):
+        schedule = chance.choice(in_order(family, spec, TILE if m == ROWS else m, order, target))
+        assert torch.equal(multiplied(spec, schedule, order, x[:m], tensors, target), expected[:m]), schedule
 
 
 @pytest.mark.parametrize("row_blocks", [1, 2])

@@ -11,7 +11,7 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 @dataclass(frozen=True)
 class EightBitSchedule(Schedule):
     """The free choices of the kernels for activations of 8 bits: those of `Schedule` without preload_weights and
-    raw_codes, since codes are multiplied as they are stored in any case."""
+    raw_codes: codes are multiplied as they are stored or with signs in any case."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,6 @@
 """The prefill family of invariant matmuls for activations of 8 bits: the kernel of `passes.kernels.eight_bit_prefill`,
-which visits k chain by chain in the order of sums that the kernels for few tokens have, multiplies codes as they are
-stored, as these do, and makes up for zeros by sums of x.
+which visits k chain by chain in the order of sums that the kernels for few tokens have. Beside f8e4m3 it multiplies
+codes as they are stored, as these do, and makes up for zeros and signs by sums of x; products of integers are exact.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PANELS = ((128, 4), (256, 4), (128, 6), (128, 5), (128, 8))
 
 
 class EightBitInOrder(InOrderFamily[EightBitInOrderSchedule]):
-    """Codes become bytes as they are stored and are multiplied by wgmma of 8-bit types, chain after chain."""
+    """Codes become bytes and are multiplied by wgmma of 8-bit types, chain after chain."""
 
     name: ClassVar[str] = "eight_bit_in_order"
     operation: ClassVar[Operation] = "quantized_matmul"

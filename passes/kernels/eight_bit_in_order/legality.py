@@ -33,7 +33,7 @@ def misfit_of_weight(spec: MatmulSpec) -> str:
 
 def products_of(spec: MatmulSpec) -> tuple[str, ...]:
     """Returns `SumOrder.products` of the kernel."""
-    return ("bytes", "by wgmma", "raw codes") if spec.compute == "f8e4m3" else ("bytes", "raw codes")
+    return ("bytes", "by wgmma", "raw codes") if spec.compute == "f8e4m3" else ("bytes",)
 
 
 def check_schedule(spec: MatmulSpec, s: EightBitInOrderSchedule, target: Target) -> None:

@@ -1,6 +1,6 @@
 """The prefill family of invariant matmuls for activations of 8 bits on targets without wgmma: the kernel of
 `passes.kernels.eight_bit_prefill_mma`, which visits k chain by chain in the order of sums that the kernels for few
-tokens have, and multiplies codes as they are stored, as these do.
+tokens have. What it multiplies is that of `passes.kernels.eight_bit_in_order`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EightBitMmaInOrder(MmaInOrderFamily[EightBitMmaInOrderSchedule]):
-    """Codes become bytes as they are stored and are multiplied by mma.sync of 8-bit types, chain after chain."""
+    """Codes become bytes and are multiplied by mma.sync of 8-bit types, chain after chain."""
 
     name: ClassVar[str] = "eight_bit_mma_in_order"
     operation: ClassVar[Operation] = "quantized_matmul"

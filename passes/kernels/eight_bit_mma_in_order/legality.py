@@ -25,7 +25,7 @@ def misfit(spec: MatmulSpec, target: Target) -> str:
 
 def products_of(spec: MatmulSpec) -> tuple[str, ...]:
     """Returns `SumOrder.products` of the kernel."""
-    return ("bytes", "by mma.sync", "raw codes") if spec.compute == "f8e4m3" else ("bytes", "raw codes")
+    return ("bytes", "by mma.sync", "raw codes") if spec.compute == "f8e4m3" else ("bytes",)
 
 
 def check_schedule(spec: MatmulSpec, s: EightBitMmaInOrderSchedule, target: Target) -> None:

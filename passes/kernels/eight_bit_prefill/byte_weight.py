@@ -84,13 +84,13 @@ class ByteWeight:
         self.scales.at(name, *coming, i).prefetch()
 
     def scaled(self, total: Tile, row_tile: Scalar, sums_of_x: Tile | None) -> Tile:
-        """Returns the sums of a chain times the scales of rows, if these have one for all columns, with zeros or
-        offsets added by the sums of x [1, tokens]."""
-        scale = self.bytes.row_scale(row_tile)
-        if scale is None:
-            return total
-        result = self.p.mul(total, scale)
-        return result if sums_of_x is None else self.p.fma(self.offsets.of_rows(row_tile), sums_of_x, result)
+        """Returns the sums of a chain in f32, times the scales of rows, if these have one for all columns. Sums of x
+        [1, tokens] make up for zeros of rows, which are integers as the sums are."""
+        p, scale = self.p, self.bytes.row_scale(row_tile)
+        if sums_of_x is not None:
+            total = p.fma(p.cast(self.offsets.of_rows(row_tile), "i32"), p.cast(sums_of_x, "i32"), total)
+        total = p.cast(total, "f32", "signed")
+        return total if scale is None else p.mul(total, scale)
 
     def finish_of(self, row_tile: Scalar) -> Finish:
         """Returns what multiplies sums by the scales of rows, if rows have one for all columns, and of tokens. In an

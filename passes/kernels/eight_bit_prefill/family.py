@@ -8,8 +8,7 @@ from functools import partial
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar
 
-from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
-from lowbit.dialect.formats.raw_codes import zero_code
+from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED, sums_correct
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES as FEW_TILES
@@ -134,7 +133,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
 def _least_tile(spec: MatmulSpec) -> int:
     """From how many tokens on these kernels are compared with the eight_bit ones, which take about twice as long where
     sums of x make up for zeros or for the offset of codes."""
-    return _WITH_SUMS if spec.zeros != "none" or zero_code(spec.dtype) else _FEW[-1]
+    return _WITH_SUMS if sums_correct(spec.dtype, spec.byte_type, spec.zeros) else _FEW[-1]
 
 
 def served_tiles(spec: MatmulSpec, least: int) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ this: the tensor core adds them up.
         load codes and scales of later panels otherwise
     at the end of a tile: times the scale of the token, add the bias, convert, store
 
-In an order of sums (`passes.kernels.eight_bit_in_order`) k is visited chain by chain, codes are multiplied as they are
-stored, and sums of x make up for zeros and signs (`eight_bit_prefill.sums_of_x`).
+In an order of sums (`passes.kernels.eight_bit_in_order`) k is visited chain by chain. f8e4m3 is then multiplied by
+codes as they are stored, and sums of x make up for zeros and signs (`eight_bit_prefill.sums_of_x`). So is i8 where
+codes of 8 bits have zeros; others are less their zeros as ever, since products of integers are exact.
 
 A tile of T tokens takes T / 2 registers of a thread for its sums, and T / 2 / parts for each set for products. So there
 are none for codes of later panels: they wait in shared memory, a few panels ahead (`eight_bit_prefill.codes`). Blocks

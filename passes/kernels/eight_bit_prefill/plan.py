@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from lowbit.dialect.formats.byte_codes import PROMOTED
+from lowbit.dialect.formats.byte_codes import PROMOTED, has_signs
 from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.engine import Engine
@@ -148,19 +148,24 @@ class BytesPlan(Generic[S_co]):
 
     @property
     def subtracts(self) -> bool:
-        """Tells whether zeros and offsets are subtracted from codes. In an order of sums they are not: kernels for few
-        tokens multiply codes as they are stored, and make up for them with sums of x."""
-        return self.base.schedule.order is None
+        """Tells whether zeros and offsets are subtracted from codes, and not made up for by sums of x."""
+        return not self.base.scaling.sums_x
 
     @property
     def offset(self) -> int:
-        """The number that is subtracted from every code where there are no zeros."""
-        return int(zero_code(self.spec.dtype)) if self.subtracts and self.spec.zeros != "int" else 0
+        """The number that is subtracted from every code where there are no zeros, and codes have no signs."""
+        offset = self.subtracts and self.spec.zeros != "int" and not self._are_signed
+        return int(zero_code(self.spec.dtype)) if offset else 0
 
     @property
     def has_signs(self) -> bool:
-        """Tells whether integers are negative, too, once zeros and offsets are subtracted."""
-        return self.subtracts and (self.spec.zeros == "int" or self.offset > 0)
+        """Tells whether integers are negative, too, as they are multiplied."""
+        return self._are_signed or (self.subtracts and self.spec.zeros == "int")
+
+    @property
+    def _are_signed(self) -> bool:
+        """Whether codes become signed numbers with nothing subtracted."""
+        return has_signs(self.spec.dtype, self.spec.byte_type, self.spec.zeros)
 
     @property
     def in_f16(self) -> BytesPlan[S_co]:

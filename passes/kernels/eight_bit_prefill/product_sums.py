@@ -13,9 +13,9 @@ from lowbit.passes.builder import Memory, Program, Tile
 
 @dataclass(frozen=True)
 class Zeros:
-    """What is added to the sums beside a scaled product: a number of every row times one of every token.
+    """What is added to a product before it is scaled: a number of every row times one of every token.
 
-    offset     of rows [rows, 1]: minus scale times zero, or the offset
+    offset     of rows [rows, 1]: minus the zero, or the offset of signed codes
     sums_of_x  of tokens [1, tokens] in shared memory, over the columns of the product
     """
 
@@ -60,7 +60,7 @@ class Sums(Protocol):
         """Leaves nothing under way that another round does not know of."""
 
     def end_tile(self) -> Iterator[Tile]:
-        """Yields the sums in f32, of one part of the tokens after the other."""
+        """Yields the sums in f32 or i32, of one part of the tokens after the other."""
         ...
 
 
@@ -87,7 +87,7 @@ class KeptSums:
         """The next round adds to the same sums."""
 
     def end_tile(self) -> Iterator[Tile]:
-        yield self.p.cast(self.p.read(self._sums), "f32", "signed")
+        yield self.p.read(self._sums)
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,8 @@ class PromotedSums:
             ended = self._under_way.pop(0)
             zeros = ended.product.zeros
             of_x = self._sums_of_x(zeros, ended.part) if zeros else None  # on its way while the product is waited for
-            self.p.add_scaled(ended.bank, ended.product.scale, ended.sums, pending=len(self._under_way))
-            if zeros and of_x is not None:
-                self.p.add_outer(zeros.offset, of_x, ended.sums)
+            outer = (zeros.offset, of_x) if zeros and of_x is not None else None
+            self.p.add_scaled(ended.bank, ended.product.scale, ended.sums, len(self._under_way), outer)
 
     def _sums_of_x(self, zeros: Zeros, part: int) -> Tile:
         """The sums of a part of the tokens, as the sums of the product have their columns."""

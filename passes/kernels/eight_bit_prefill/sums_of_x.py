@@ -86,11 +86,11 @@ class SumsOfX:
 
 
 class Offsets:
-    """Minus scale times zero, for every row [rows, 1] in f32, and minus scale times the offset of signed codes."""
+    """Minus the zero of every row [rows, 1] in f32, or minus the offset of signed codes."""
 
     def __init__(self, p: Program, plan: BytesPlan[PrefillSchedule], scales: RoundScales) -> None:
         self.p, self.plan, self.spec, self._scales = p, plan, plan.spec, scales
-        power = byte_exponent(plan.spec.dtype, plan.spec.byte_type)
+        power = byte_exponent(plan.spec.dtype, plan.spec.byte_type, plan.spec.zeros)
         self._convert = ScaleConversion(p, plan.spec, zero_code(plan.spec.dtype), power=power)
 
     def of_product(self, columns: GroupColumns, registers: WeightRegisters) -> Tile:
@@ -106,4 +106,4 @@ class Offsets:
             as_f32 = self._convert.as_f32(loaded(name), self.spec.slot(name).storage)
             return self.p.reshape(as_f32, self._scales.row_layout.shape)
 
-        return self._convert.beside(number("scales"), number)
+        return self._convert.minus_stored(self._scales.row_layout, number)

@@ -53,7 +53,8 @@ class PlainBytes:
 
     def __init__(self, p: Program, plan: BytesPlan[PrefillSchedule], codes: Codes, scales: RoundScales) -> None:
         self.p, self.plan, self.spec, self._codes, self._scales = p, plan, plan.spec, codes, scales
-        self._convert = ScaleConversion(p, plan.spec, power=byte_exponent(plan.spec.dtype, plan.spec.byte_type))
+        power = byte_exponent(plan.spec.dtype, plan.spec.byte_type, plan.spec.zeros)
+        self._convert = ScaleConversion(p, plan.spec, power=power)
         rows, piece = plan.base.tiles.rows, plan.base.round.piece
         self._codes_layout = rows.local(1, piece // BLOCK_K) * MMA_M16N8K16_A
         self._layout = rows.local(1, piece // SUM_COLUMNS) * MMA_M16N8K32_A

@@ -51,7 +51,7 @@ class ByteWgmmaMultiplier:
         with p.loop(turn.first_round, turn.rounds, carried) as loop:
             loop.results = self._round(turn, sums, loop.index, self.weight.registers.like(loop.carried))
         self.panels.copy_first_of_slice(turn, order)
-        return loop.carried, sums.end_tile()
+        return loop.carried, (p.cast(some, "f32", "signed") for some in sums.end_tile())
 
     def _tile_in_order(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], Iterable[Tile]]:
         """The same chain by chain."""

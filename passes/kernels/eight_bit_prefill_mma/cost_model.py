@@ -14,7 +14,8 @@ from lowbit.passes.kernels.persistent.engine import BYTES_MMA
 from lowbit.passes.kernels.prefill_mma.cost_model import predict_tiles
 from lowbit.passes.target import Target
 
-_DECODE = {"int": 14.0, "uint": 8.0, "float": 14.0}  # instructions for a fragment of 16 x 32 weights
+_DECODE = {"int": 14.0, "uint": 8.0, "float": 14.0}  # instructions for a fragment of 16 x 32 weights in f8e4m3;
+_DECODE_INTEGERS = 8.0  # in i8
 _ZEROS = 16.0  # more, to subtract zero points
 _FOLD = 51.0  # in all, to scale and to round them
 _ADD = {"f8e4m3": 4.0, "i8": 8.0}  # to add a product of 16 x 8 to sums in f32
@@ -28,7 +29,10 @@ def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillMmaSchedule, target
 
 def decoding(spec: MatmulSpec) -> float:
     """Instructions of a warp for a fragment of weights, besides its products and their sums."""
-    return _FOLD if spec.folds else _DECODE[spec.dtype.kind] + _ZEROS * (spec.zeros == "int")
+    if spec.folds:
+        return _FOLD
+    decode = _DECODE_INTEGERS if spec.compute == "i8" else _DECODE[spec.dtype.kind]
+    return decode + _ZEROS * (spec.zeros == "int")
 
 
 def adding(plan: BytesPlan[EightBitPrefillMmaSchedule]) -> float:

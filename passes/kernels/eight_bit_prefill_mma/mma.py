@@ -75,7 +75,7 @@ class ByteMmaMultiplier:
             else:
                 sums_of_x = [None] * self._parts
             scaled = self.weight.scaled
-            each = zip(map(self._as_f32, sums), sums_of_x, strict=True)
+            each = zip(sums, sums_of_x, strict=True)
             return carried, [scaled(total, turn.here.row_tile, of_x) for total, of_x in each]
 
         return chain_by_chain(p, chains, [layout] * self._parts, carried, chain)
@@ -124,19 +124,19 @@ class ByteMmaMultiplier:
     def _add_products(self, total: Tile, part: int, weights: list[_Weights], x: Tile) -> Tile:
         """The sums of a part, and the products of a panel."""
         for some in weights:
-            total = self._added(total, some, self.p.slice(x, 1, some.columns.start, some.columns.width))
-            if some.offset:
-                offset, of_x = some.offset
-                total = self.p.fma(offset, self._sums_of_x(of_x, part), total)
+            total = self._added(total, some, self.p.slice(x, 1, some.columns.start, some.columns.width), part)
         self.p.materialize(total)  # before the next part: the registers of products are free again
         return total
 
-    def _added(self, total: Tile, some: _Weights, x: Tile) -> Tile:
-        """total + scale * a x^T"""
+    def _added(self, total: Tile, some: _Weights, x: Tile, part: int) -> Tile:
+        """total + scale * a x^T, where a is less its zeros"""
         p = self.p
         if self.plan.products.keeps_sums:
             return p.mma(some.a, x, total)
         product = self._as_f32(p.mma(some.a, x, p.constant(0.0, self.plan.spec.x.sums, self._layouts.sums)))
+        if some.offset:
+            offset, of_x = some.offset
+            product = p.fma(offset, self._sums_of_x(of_x, part), product)
         return p.add(total, product) if some.scale is None else p.fma(product, some.scale, total)
 
     def _as_f32(self, total: Tile) -> Tile:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from lowbit.dialect.formats.byte_codes import sums_correct
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw, zero_code
 from lowbit.dialect.formats.recipes import compute_element, exponent
@@ -161,11 +162,13 @@ class Scaling:
 
     @property
     def sums_x(self) -> bool:
-        """Tells whether sums of x make up for zeros and offsets; where an order of sums is given, for those of bytes,
-        too, which kernels for few tokens multiply as they are stored."""
+        """Tells whether sums of x make up for zeros and offsets; where an order of sums is given, beside x in f8e4m3,
+        too, as in kernels for few tokens, and beside x in i8 for differences of codes and zeros that are no bytes."""
         spec = self.spec
         if spec.compute:
-            return self.round.schedule.order is not None and (spec.zeros != "none" or spec.dtype.kind == "int")
+            needed = sums_correct(spec.dtype, spec.compute, spec.zeros)
+            exact = spec.compute == "i8" and spec.dtype.bits < 8
+            return self.round.schedule.order is not None and needed and not exact
         return not self.of_weights and spec.zeros in ("float", "offset")
 
     @property

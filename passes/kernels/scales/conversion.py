@@ -9,6 +9,7 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.raw_codes import raw_exponents
 from lowbit.dialect.formats.recipes import compute_element, exponent
+from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.ops import raised_power
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
@@ -119,6 +120,13 @@ class ScaleConversion:
         least = float(self.spec.dtype.values().min()) if self.spec.zeros == "int" else 0.0
         more = -least - self.offset
         return p.add(minus, p.constant(more, "f32", layout)) if more else minus
+
+    def minus_stored(self, layout: Layout, load: Callable[[str], Tile]) -> Tile:
+        """Returns minus the number that bytes are too large by, codes as they are stored: the zero of a group, or the
+        offset of signed codes, divided by the power of two that bytes leave out. load: gives zeros, as f32. layout: of
+        these."""
+        minus = self.p.constant(-self.offset, "f32", layout)
+        return self.with_exponent(self.minus_zero(load("zeros")) if self.spec.zeros != "none" else minus, -1)
 
     def beside(self, scale: Tile, load: Callable[[str], Tile]) -> Tile:
         """Returns what sums of x are multiplied by beside a scale, or what is added to scaled weights.

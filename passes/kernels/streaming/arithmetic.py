@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lowbit.dialect.formats.byte_codes import has_signs
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
 from lowbit.dialect.formats.recipes import OFFSET_BITS, compute_element
 from lowbit.dialect.spec import MatmulSpec
@@ -64,6 +65,9 @@ class Arithmetic:
     @property
     def stored_offset(self) -> float:
         """By how much the multiplied codes are too large: signed codes are in offset binary."""
+        spec = self.spec
+        if spec.compute and has_signs(spec.dtype, spec.compute, spec.zeros):
+            return 0.0
         return zero_code(self.spec.dtype) if self.raw_codes or self.schedule.integer_mma else 0.0
 
     @property

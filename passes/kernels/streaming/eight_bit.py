@@ -7,12 +7,14 @@ of a 16-bit one: for four bits, one mask. The activation has been written in the
     a = bytes of the step's codes
     for group in step:
         p   = a x^T                at most 128 columns from zero: f8e4m3 in f32, i8 in i32
-        acc = acc + scale * p      in f32; + scale * (- zero) * (sums of x), where codes have an offset or a zero
+        p   = p - zero * (sums of x)    where codes have a zero, or are stored with an offset
+        acc = acc + scale * p      in f32
 
-Sums of x have been written with it, and are copied beside it; the scale of a token is for the epilogue.
+Sums of x have been written with it, and are copied beside it; the scale of a token is for the epilogue. Of i8 p is an
+exact integer, whether zeros are subtracted from it or from codes: f32 holds all of 512 columns, and i32 those of a row.
 
 Tensor cores keep 13 to 14 bits of a sum of f8e4m3 products, so these are added to acc in f32 after 128 columns, whether
-or not a group ends there. Sums of integers are exact, and with one scale per row they stay integers to the end.
+or not a group ends there. With one scale per row sums of integers stay integers to the end.
 
 Shared memory: beside the stages of the streaming kernel, the sums of x [warps_k, step_k / 32, tokens] in f32.
 """
@@ -21,8 +23,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from lowbit.dialect.formats.byte_codes import PROMOTED, SUM_COLUMNS
+from lowbit.dialect.formats.byte_codes import MOST_EXACT, PROMOTED, SUM_COLUMNS, has_signs
 from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A, MMA_M16N8K32_B_NK
 from lowbit.passes.builder import Tile
 from lowbit.passes.kernels.scales.block_scales import Scales
@@ -54,7 +57,7 @@ class Bytes(Engine):
     def step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
         p, spec, groups = self.p, self.block.spec, self.plan.steps.groups
         codes = p.view(words(), spec.dtype, self.codes)
-        a = p.decode_bytes(codes, "ui8" if self.integers else spec.x.operand, self.bytes)
+        a = p.decode_bytes(codes, self._element, self.bytes)
         self.products.begin_step()
         if not groups:
             return self._row_step(a, *carried)
@@ -63,9 +66,23 @@ class Bytes(Engine):
         for group in range(groups):
             for start, columns in self._parts(group * width, width):
                 product = self._as_f32(self._product(a, start, columns))
-                sums = self.sums_of_x.load(start, columns, self.row) if self.sums_of_x else None
-                total = self.scaling.add_scaled(total, product, group, sums)
+                if self.sums_of_x:
+                    minus = self._minus_stored(partial(self.scales.of_group, group=group))
+                    product = p.fma(minus, self.sums_of_x.load(start, columns, self.row), product)
+                total = self.scaling.add_scaled(total, product, group, None)
         return [total]
+
+    @property
+    def _element(self) -> str:
+        """The type of bytes."""
+        spec = self.block.spec
+        if not self.integers:
+            return str(spec.x.operand)
+        return "i8" if has_signs(spec.dtype, "i8", spec.zeros) else "ui8"
+
+    def _minus_stored(self, load: Callable[[str], Tile]) -> Tile:
+        """Minus the number of every row that bytes are too large by [warps_k, rows, 1]. load: gives zeros, as f32."""
+        return self.block.convert.minus_stored(self.scales.layout, load)
 
     def _row_step(self, a: Tile, total: Tile, *sums: Tile) -> list[Tile]:
         """One step where rows have one scale: sums of x are carried beside the products."""
@@ -79,11 +96,18 @@ class Bytes(Engine):
 
     def end(self, carried: list[Tile]) -> Tile:
         total, *sums = carried
-        return self.scaling.whole(total if self.plan.steps.groups else self._as_f32(total), *sums)
+        if self.plan.steps.groups:
+            return total
+        for of_x in sums:
+            minus = self._minus_stored(self.scales.of_rows)
+            if self.integers:
+                minus, of_x = self.p.cast(minus, "i32"), self.p.cast(of_x, "i32")
+            total = self.p.fma(minus, of_x, total)
+        return self.scaling.whole(self._as_f32(total))
 
     def _parts(self, start: int, columns: int) -> Iterator[tuple[int, int]]:
         """Yields the columns of each product from zero: where they begin, and how many they are."""
-        width = columns if self.integers else min(columns, PROMOTED)
+        width = min(columns, MOST_EXACT if self.integers else PROMOTED)
         for part in range(start, start + columns, width):
             yield part, width
 

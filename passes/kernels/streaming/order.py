@@ -43,7 +43,7 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
     if _has_two_sums(spec):
         yield "by wgmma" if s.wgmma else "by mma.sync"
     flags = {
-        "raw codes": arithmetic.raw_codes,
+        "raw codes": arithmetic.raw_codes and spec.compute != "i8",  # products less zeros are exact integers
         "deferred offsets": arithmetic.defers_offset,
         "scaled weights": scaling.rounds_scales,
         "rounded zeros": scaling.rounds_zeros,

@@ -103,7 +103,7 @@ class Scaling:
         little as makes every product with a scale of e4m3 a multiple of f16's least number. Codes that are multiplied
         as bytes leave out a power of their own, which scales take."""
         if self.spec.compute:
-            return byte_exponent(self.spec.dtype, self.spec.compute)
+            return byte_exponent(self.spec.dtype, self.spec.compute, self.spec.zeros)
         if not self.rounds_scales or self.exponent <= 0:
             return self.exponent
         return 0 if self.code_power else max(0, self.spec.dtype.mantissa - 1)
