@@ -32,7 +32,9 @@ from lowbit.passes.kernels.eight_bit_experts_mma.schedule import EightBitExperts
 from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
 from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
 from lowbit.passes.kernels.experts_mma.schedule import ExpertsMmaSchedule
+from lowbit.passes.kernels.persistent import engine
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
+from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import takes_rows_in_order
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import compile_kernel
@@ -137,6 +139,17 @@ def test_short_tiles(choices: dict[str, Any], gather: bool) -> None:
 def test_any_routing(name: str, schedule: AnySchedule) -> None:
     """Slots that are uneven, of one expert, or of none; rows of x that several experts get, or one twice."""
     assert is_exact(MatmulSpec(4 * 48, 256, "u4", 64, **I8, out="f32", experts=4), schedule, ROUTINGS[name], 5)
+
+
+@pytest.mark.parametrize(("k", "stages"), [(1280, 4), (768, 6)])
+@pytest.mark.parametrize("gather", [False, True])
+def test_rounds_of_half_the_stages(gather: bool, k: int, stages: int) -> None:
+    """Five of two panels and two of three; the next tile of a block begins where this one ends."""
+    spec = MatmulSpec(4 * 48, k, "u4", 128, **I8, out="f32", experts=4)
+    schedule = EightBitExpertsSchedule(64, 128, stages, gather=gather)
+    plan = PersistentPlan(spec, schedule, engine.WGMMA)
+    assert plan.round.turns == 2 and plan.tiles.columns == k
+    assert is_exact(spec, schedule, ROUTINGS["uneven"], 5)
 
 
 @pytest.mark.parametrize("target", [AMPERE, ADA, parse_target("sm_120")], ids=str)

@@ -62,6 +62,9 @@ CASES: list[tuple[dict[str, Any], PrefillSchedule, int, tuple[int, int]]] = [
     ({"weight": "u4", "n": 600, "k": 512, "group_size": 128}, PrefillSchedule(32, cluster=2, last_tokens=16), 30, (1, 16)),  # noqa: E501
     ({"weight": "u8", "n": 400, "k": 512, "group_size": None}, PrefillSchedule(64, cluster=2, last_tokens=32), 120, (2, 0)),  # noqa: E501
     ({"weight": "i5", "n": 200, "k": 1024, "group_size": 64}, PrefillSchedule(32, cluster=2, last_tokens=16), 70, (1, 16)),  # noqa: E501
+    # Five rounds of half the stages: tiles and slices begin in either half.
+    ({"weight": "u4", "n": 300, "k": 1280, "group_size": 128, "zeros": "int"}, PrefillSchedule(32, 128, last_tokens=16), 60, (1, 16)),  # noqa: E501
+    ({"weight": "u3", "n": 200, "k": 1280, "group_size": 16, "zeros": "float", "outliers": True}, PrefillSchedule(32, 128, cluster=2, last_tokens=16), 70, (1, 16)),  # noqa: E501
 ]  # fmt: skip
 
 
@@ -79,6 +82,8 @@ BYTES: list[tuple[dict[str, Any], EightBitPrefillSchedule, int, tuple[int, int]]
     ({"weight": "i3", "n": 600, "k": 1024, "group_size": 64, **I8}, EightBitPrefillSchedule(32, banks=2, last_tokens=16), 20, (1, 16)),  # noqa: E501
     ({"weight": "f4e2m1", "n": 600, "k": 1088, "group_size": 32, **FP8}, EightBitPrefillSchedule(64, parts=2, cluster=2, last_tokens=32), 60, (1, 32)),  # noqa: E501
     ({"weight": "f8e4m3", "n": 128, "k": 1024, **FP8}, EightBitPrefillSchedule(32, 256, last_tokens=16), 40, (0, 32)),
+    ({"weight": "u4", "n": 300, "k": 1280, "group_size": 128, "zeros": "int", **FP8}, EightBitPrefillSchedule(32, 128, last_tokens=16), 60, (1, 16)),  # noqa: E501
+    ({"weight": "i4", "n": 300, "k": 768, "group_size": 64, **I8}, EightBitPrefillSchedule(32, 128, 6, last_tokens=16), 60, (1, 16)),  # noqa: E501
 ]  # fmt: skip
 
 

@@ -232,6 +232,29 @@ def test_k_need_not_be_whole_chains(k: int, target: Target, group: int) -> None:
     assert torch.equal(multiplied(spec, schedule, order, x, tensors, target)[:8], few)
 
 
+@pytest.mark.parametrize(
+    ("name", "k", "cut", "shape"),
+    [
+        ("u4", 1280, (1, 1, 256), {"last_tokens": 16}),
+        ("u4", 1536, (1, 2, 256), {"panel_k": 64, "num_stages": 8}),
+        ("float zeros of small groups", 1280, (1, 1, 256), {}),
+        ("float zeros of small groups", 1536, (2, 1, 256), {"cluster": 2}),
+    ],
+)
+def test_rounds_of_half_the_stages(name: str, k: int, cut: tuple[int, int, int], shape: dict[str, Any]) -> None:
+    """Of chains of 2.5 and 1.5 rounds of all stages no columns beyond the last are multiplied; a panel's stage is
+    another in the next round, and in the next tile of a block, since the first chain has five rounds."""
+    spec = replace(invariant(name), n=264, k=k, group_size=64 if name == "u4" else 16)
+    order = SumOrder(*cut, products_of(spec))
+    cuts = dict(zip(("order_split_k", "order_warps_k", "order_step_k"), cut))
+    schedule = PrefillInOrderSchedule(32, **{"panel_k": 128, "num_stages": 4, "parts": 2, "banks": 1, **shape}, **cuts)
+    plan = PersistentPlan(spec, schedule, WGMMA)
+    assert plan.round.turns == 2 and plan.tiles.rounds * plan.round.step == k
+    x, tensors = random_inputs(spec, ROWS, 1)
+    few = multiplied(spec, in_order(DECODE, spec, 8, order)[-1], order, x[-8:], tensors)
+    assert torch.equal(multiplied(spec, schedule, order, x, tensors)[-8:], few)
+
+
 @pytest.mark.parametrize("by_wgmma", [True, False])
 def test_x_is_added_up_step_by_step_for_zeros_of_rows(by_wgmma: bool) -> None:
     """Where panels hold several steps, too."""

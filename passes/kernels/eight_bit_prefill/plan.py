@@ -20,7 +20,7 @@ S = TypeVar("S", bound=PrefillSchedule)
 S_co = TypeVar("S_co", bound=PrefillSchedule, covariant=True)
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
-_CODE_STAGES = (4, 2)  # pieces of codes in shared memory, as many as there is room for
+_CODE_STAGES = (4, 3, 2)  # pieces of codes in shared memory, as many as there is room for
 _SHARED = 227 * 1024  # bytes that a block of sm_90a has
 
 

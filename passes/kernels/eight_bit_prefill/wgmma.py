@@ -102,7 +102,7 @@ class ByteWgmmaMultiplier:
             if of_x and read is not None:
                 of_x.write(read, panel)
             self.panels.copy_later(turn, index, panel)
-            self.panels.release_before(panel)
+            self.panels.release_before(turn, index, panel)
             sums.begin_others()
             if not early:
                 weight.load_later(registers, panel, here, coming)

@@ -34,17 +34,17 @@ class CopiedPanels(Panels):
         """Copies it to the stage of the panel before this. What is copied beyond the last tile of a block is not
         read."""
         inside, token, column = self.later(turn, index, panel)
-        self._copy((panel + self.round.ahead) % self.schedule.num_stages, token, turn.end_of(inside), column)
+        self._copy(self.stage_of(turn, index, panel + self.round.ahead), token, turn.end_of(inside), column)
 
     def wait(self, turn: Turn, index: Scalar, panel: int) -> Memory:
         self.p.wait(self.round.ahead - 1)
         self.p.barrier()
-        return self.p.stage(self.stages, panel % self.schedule.num_stages)
+        return self.p.stage(self.stages, self.stage_of(turn, index, panel))
 
-    def release_before(self, panel: int) -> None:
+    def release_before(self, turn: Turn, index: Scalar, panel: int) -> None:
         """Does nothing: a barrier says so."""
 
-    def _copy(self, stage: int, token: Scalar, end: Scalar | None, panel: Index) -> None:
+    def _copy(self, stage: Index, token: Scalar, end: Scalar | None, panel: Index) -> None:
         """Starts to copy a panel of x, counted in the tile as panels are visited."""
         panel = self.plan.tiles.chains.place_of_panel(panel)
         for part in range(self.parts):

@@ -38,22 +38,22 @@ class ListedPanels(Panels):
         """Copies it to the stage of the panel before the last one. What is copied beyond the last tile of a block is
         not read."""
         inside, token, column = self.later(turn, index, panel)
-        stage = (panel + self.round.ahead) % self.schedule.num_stages
+        stage = self.stage_of(turn, index, panel + self.round.ahead)
         self._copy(turn.shape.tokens, stage, token, turn.end_of(inside), column)
 
     def wait(self, turn: Turn, index: Scalar, panel: int) -> Memory:
         self.p.wait(self.round.ahead - 1)
         self.p.barrier(async_proxy=True)
-        return self._stage(panel % self.schedule.num_stages)
+        return self._stage(self.stage_of(turn, index, panel))
 
-    def release_before(self, panel: int) -> None:
+    def release_before(self, turn: Turn, index: Scalar, panel: int) -> None:
         """Waits until that panel has been multiplied; the next barrier says so."""
         self.p.await_products(1)
 
-    def _stage(self, stage: int) -> Memory:
+    def _stage(self, stage: Index) -> Memory:
         return self.p.stage(self.p.stage(self._stages, stage), 0)
 
-    def _copy(self, tokens: int, stage: int, token: Scalar, end: Scalar | None, panel: Index) -> None:
+    def _copy(self, tokens: int, stage: Index, token: Scalar, end: Scalar | None, panel: Index) -> None:
         """Starts to copy a panel of so many slots, counted in the tile; zeros beyond the last slot and column. The tile
         that follows has no more than this one, since short tiles are the last."""
         p, target = self.p, self.p.stage(self._stages, stage)

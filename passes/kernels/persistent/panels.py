@@ -44,8 +44,15 @@ class Panels(ABC):
         """Waits for a panel of a round; returns its stage."""
 
     @abstractmethod
-    def release_before(self, panel: int) -> None:
-        """Gives back the stage of the panel before this one."""
+    def release_before(self, turn: Turn, index: Scalar, panel: int) -> None:
+        """Gives back the stage of the panel before this one of a round."""
+
+    def stage_of(self, turn: Turn, index: Index, panel: int) -> Index:
+        """Returns the stage of a panel, counted from the first of a round on; it may be another round's."""
+        if self.round.turns == 1:
+            return panel % self.schedule.num_stages
+        later, within = divmod(panel, self.round.panels)
+        return (turn.rounds_before + index + later % 2) % 2 * self.round.panels + within
 
     def later(self, turn: Turn, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
         """Returns the panel that is copied while this one is multiplied: whether it is of this tile, or else of the
@@ -79,45 +86,51 @@ class BoxPanels(Panels):
         p.await_products(0)
         with p.one_thread(order.slice_unless(turn.has_next)):
             self._await_free_stages(turn)
-            self._copy_ahead(slice_, turn.next.token + order.slice_token, first_round(slice_, self.rank))
+            first = first_round(slice_, self.rank)
+            self._copy_ahead(slice_, turn.next.token + order.slice_token, first, turn)
 
     def copy_later(self, turn: Turn, index: Scalar, panel: int) -> None:
         """Copies it to the stage that the panel before the last one has left."""
         p, ahead = self.p, self.round.ahead
         inside, token, column = self.later(turn, index, panel)
         with p.one_thread(inside | turn.has_next):
-            stage = (panel + ahead) % self.schedule.num_stages
+            stage = self.stage_of(turn, index, panel + ahead)
             p.await_signal(self.empty, stage, (self._use(turn, index, panel + ahead + 1) + 1) % 2)
             self._copy(turn.shape, stage, token, column)
 
     def wait(self, turn: Turn, index: Scalar, panel: int) -> Memory:
-        p, stage = self.p, panel % self.schedule.num_stages
+        p, stage = self.p, self.stage_of(turn, index, panel)
         p.await_signal(self.full, stage, self._use(turn, index, panel) % 2)
         return p.stage(self.x, stage)
 
-    def release_before(self, panel: int) -> None:
+    def release_before(self, turn: Turn, index: Scalar, panel: int) -> None:
         """Waits until that panel has been multiplied, and says so. Before the first panel of a block comes one that
         there is not: the last stage is released once more than it is filled."""
-        stages = self.schedule.num_stages
         self.p.await_products(1)
-        self.p.arrive(self.empty, (panel + stages - 1) % stages, self.schedule.cluster)
+        self.p.arrive(self.empty, self.stage_of(turn, index, panel - 1), self.schedule.cluster)
 
     def _use(self, turn: Turn, index: Index, panels: int) -> Scalar:
         """How often stages have been gone through when so many panels of a round are over, counted in the block."""
-        stages = self.schedule.num_stages
-        return (turn.rounds_before + index) * (self.round.panels // stages) + panels // stages
+        stages, rounds = self.schedule.num_stages, turn.rounds_before + index
+        if self.round.turns == 1:
+            return rounds * (self.round.panels // stages) + panels // stages
+        return (rounds + panels // self.round.panels) // 2
 
     def _await_free_stages(self, turn: Turn) -> None:
         """Waits until warps have left the stages that the first panels are copied to."""
-        for stage in range(self.round.ahead):
-            self.p.await_signal(self.empty, stage, (self._use(turn, self.plan.tiles.rounds, stage + 1) + 1) % 2)
-
-    def _copy_ahead(self, shape: TileShape, token: Scalar, first: Index) -> None:
-        """Copies the first panels of a tile or slice, from the first round on."""
+        rounds = self.plan.tiles.rounds
         for panel in range(self.round.ahead):
-            self._copy(shape, panel, token, first * self.round.panels + panel)
+            uses = self._use(turn, rounds, panel + 1)
+            self.p.await_signal(self.empty, self.stage_of(turn, rounds, panel), (uses + 1) % 2)
 
-    def _copy(self, shape: TileShape, stage: int, token: Scalar, panel: Index) -> None:
+    def _copy_ahead(self, shape: TileShape, token: Scalar, first: Index, behind: Turn | None = None) -> None:
+        """Copies the first panels of a tile or slice, from the first round on. behind: what the block has multiplied
+        before, if anything."""
+        for panel in range(self.round.ahead):
+            stage = panel if behind is None else self.stage_of(behind, self.plan.tiles.rounds, panel)
+            self._copy(shape, stage, token, first * self.round.panels + panel)
+
+    def _copy(self, shape: TileShape, stage: Index, token: Scalar, panel: Index) -> None:
         """Starts to copy a panel of x, counted in a tile or slice."""
         p, s, name = self.p, self.schedule, self.plan.x.parameters[shape.tokens]
         p.expect(self.full, stage, shape.tokens * s.panel_k * self.spec.x.bytes)

@@ -28,12 +28,35 @@ class Round:
 
     @cached_property
     def step(self) -> int:
-        """Columns of a round: a multiple of the group, or a part of it, unless rounds would get too long. A panel of a
-        round has the same stage in all rounds."""
+        """Columns of a round: a multiple of the group, or a part of it, unless rounds would get too long.
+
+        A panel of a round has the same stage in all rounds, or, where rounds fill half of the stages, in every other
+        one. So it is where a tenth less columns are visited than in rounds of all stages, which end beyond the last.
+        """
         unit = math.lcm(self.piece, self.schedule.panel_k * self.schedule.num_stages)
-        least = max(self.engine.least_step, self.engine.least_pieces * self.piece)
-        steps = [step for step in range(unit, _MOST + 1, unit) if step >= least]
-        return next(filter(self._divides_groups, steps), steps[0])
+        steps = [step for step in range(unit, _MOST + 1, unit) if step >= self._least]
+        step = next(filter(self._divides_groups, steps), steps[0])
+        return step // 2 if self._may_halve(step) and self._visited(step // 2) <= 0.9 * self._visited(step) else step
+
+    @property
+    def _least(self) -> int:
+        return max(self.engine.least_step, self.engine.least_pieces * self.piece)
+
+    def _may_halve(self, step: int) -> bool:
+        """Tells whether rounds may fill half of the stages. Beside x in 8 bits sums of x have a place by panel."""
+        half = step // 2
+        fits = half >= self._least and half % self.piece == 0 and self._divides_groups(half)
+        fills = step == self.schedule.panel_k * self.schedule.num_stages and self.schedule.num_stages % 2 == 0
+        sums_by_panel = self.spec.compute and self.schedule.order
+        return self.engine.asynchronous and fits and fills and not sums_by_panel
+
+    def _visited(self, step: int) -> int:
+        """Returns how many columns rounds of so many visit, of a chain of the order or of a block's part of k."""
+        order, k = self.schedule.order, self.spec.packing.padded_k
+        if order:
+            chain = -(-k // (order.step_k * order.split_k * order.warps_k)) * order.step_k
+            return -(-chain // step) * step
+        return max(self.engine.least_rounds, -(-k // (step * self.schedule.split_k))) * step
 
     @property
     def run(self) -> int:
@@ -58,6 +81,11 @@ class Round:
     @property
     def panels(self) -> int:
         return self.step // self.schedule.panel_k
+
+    @property
+    def turns(self) -> int:
+        """Rounds until a panel has the same stage again, 1 or 2."""
+        return -(-self.schedule.num_stages // self.panels)
 
     @property
     def ahead(self) -> int:

@@ -72,7 +72,7 @@ class WgmmaMultiplier:
             weight.load_next_round(registers, panel, *coming)
             if weight.of_panel:
                 self._prepare_next_scales(weight.of_panel, panel, number)
-            self.panels.release_before(panel)
+            self.panels.release_before(turn, index, panel)
         if not weight.of_panel:
             scales.await_copies()
         return registers.flat()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import Layout
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums, Zeros
 from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain, rounds_of_chain
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
@@ -92,14 +92,14 @@ class ChainMultiplier:
             of_products = [weight.scale_of(some, panel, registers) for some in columns]
             for a in ready:
                 self.p.materialize(a)
-            x = self.panels.wait(turn, index, panel)
-            sums.begin_panel(list(self._products(x, panel, columns, ready, of_products)))
+            x, stage = self.panels.wait(turn, index, panel), self.panels.stage_of(turn, index, panel)
+            sums.begin_panel(list(self._products(x, stage, columns, ready, of_products)))
             if self._of_x and self.products.columns:
-                self._of_x.fill(x, panel, turn.shape.tokens)
+                self._of_x.fill(x, stage, turn.shape.tokens)
             elif self._of_x:
                 of_rows = [self._of_x.add(total, x, turn.shape.tokens) for total in of_rows]
             self.panels.copy_later(turn, index, panel)
-            self.panels.release_before(panel)
+            self.panels.release_before(turn, index, panel)
             sums.begin_others()
             weight.load_next_round(registers, panel, *coming)
             sums.end_panel()
@@ -110,12 +110,13 @@ class ChainMultiplier:
     def _products(
         self,
         x: Memory,
-        panel: int,
+        stage: Index,
         columns: list[GroupColumns],
         ready: list[Tile],
         of_products: list[tuple[Tile | None, Tile | None]],
     ) -> Iterator[Product]:
-        """Yields the products of a panel. of_products: scales, and what sums of x are multiplied by."""
+        """Yields the products of a panel, whose stage is `x`. of_products: scales, and what sums of x are multiplied
+        by."""
         for i, (some, a, (scale, offset)) in enumerate(zip(columns, ready, of_products, strict=True)):
-            zeros = Zeros(offset, self._of_x.of(panel, i)) if self._of_x and offset is not None else None
+            zeros = Zeros(offset, self._of_x.of(stage, i)) if self._of_x and offset is not None else None
             yield Product(a, x, some.start, scale, zeros)

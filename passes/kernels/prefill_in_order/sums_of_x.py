@@ -11,7 +11,7 @@ import math
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, local, spatial
-from lowbit.passes.builder import Memory, Program, Tile
+from lowbit.passes.builder import Index, Memory, Program, Tile
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import WARPS
 from lowbit.passes.kernels.prefill_in_order.products import MMA_TOKENS, Products
@@ -27,14 +27,14 @@ class SumsOfX:
         self._columns, self._count = products.sum_columns, products.per_panel
         self._buffer = p.alloc_shared("f32", (s.num_stages * self._count if products.columns else 1, 1, s.tokens))
 
-    def fill(self, x: Memory, panel: int, tokens: int) -> None:
-        """Adds up a panel, whose stage is `x`, and waits for all warps to have done so."""
+    def fill(self, x: Memory, stage: Index, tokens: int) -> None:
+        """Adds up the panel of a stage, `x`, and waits for all warps to have done so."""
         p, step = self.p, self._products.sharing(tokens)[0]
         every = {first: self._added(x, first, tokens) for first in range(0, self._count, step)}
         for sums in every.values():  # all before the first is stored, by some lanes
             p.materialize(sums, by_all=True)
         for first, sums in every.items():
-            p.store(sums, self._buffer, (self._first(panel) + first, 0, 0))
+            p.store(sums, self._buffer, (stage * self._count + first, 0, 0))
         p.barrier()
 
     def zero(self, tokens: int) -> Tile:
@@ -77,10 +77,6 @@ class SumsOfX:
         """Returns the layout of sums [products, 1, tokens]."""
         return self._split(warps, tokens).permute((0, 2, 1)) * MMA_M16N8_D.reduce((0,)).reshape((1, 1, MMA_TOKENS))
 
-    def of(self, panel: int, product: int) -> Memory:
-        """Returns the sums of a product of a panel [1, tokens]."""
-        return self.p.stage(self._buffer, self._first(panel) + product)
-
-    def _first(self, panel: int) -> int:
-        """Returns the place of the first product of a panel."""
-        return panel % self.plan.schedule.num_stages * self._count
+    def of(self, stage: Index, product: int) -> Memory:
+        """Returns the sums of a product of the panel of a stage [1, tokens]."""
+        return self.p.stage(self._buffer, stage * self._count + product)
