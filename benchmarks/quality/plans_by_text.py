@@ -4,7 +4,8 @@ At each size the plan is beside the best choice for all layers alike that is not
 mixes Q3_K_M and Q4_K_M beside these: K-quants with an importance matrix (ours, which `references.py` has beside
 llama.cpp's), and the types that llama_tensor_get_type in llama-quant.cpp gives each layer. A seed chooses the
 windows on which layers are probed and calibrated. Divergences are those of verses and of the project's documentation,
-neither of which was seen. Layers are calibrated on the float model's inputs, alike for all.
+neither of which was seen. Layers are calibrated on the float model's inputs, alike for all. Plans go by what was
+measured alone (trust=1).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.quality.measure import CALIBRATION_WINDOWS, layer_names, probes,
 from benchmarks.quality.model import load
 from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
+from lowbit.pylib.nn.bit_allocation import TRUST
 from lowbit.pylib.nn.observe import calibrations, run
 from lowbit.pylib.nn.quantizable import Matrix, replaced
 from lowbit.pylib.nn.sensitivity import CANDIDATES, kl_divergence
@@ -46,6 +48,7 @@ class Subject:
     tests        inputs that were not seen: for each part of the text, for each of TEXTS
     divergence   of an output from the float model's
     candidates   what a layer may become
+    trust        how far plans go by what was measured, as for `lowbit.plan`
     """
 
     model: nn.Module
@@ -55,6 +58,7 @@ class Subject:
     tests: Sequence[Sequence[Sequence[Any]]]
     divergence: Callable[[Any, Any], float] = kl_divergence
     candidates: Sequence[lowbit.QuantConfig] = CANDIDATES
+    trust: float = TRUST
 
 
 def measure() -> Iterator[Record]:
@@ -69,7 +73,8 @@ def measure() -> Iterator[Record]:
     for seed in range(SEEDS):
         chosen = torch.randperm(len(text), generator=torch.Generator().manual_seed(seed))[:CALIBRATION_WINDOWS]
         training = text[chosen]
-        for record in compared(Subject(model, kinds, [training[:, :-1]], probes(training), [tests])):
+        subject = Subject(model, kinds, [training[:, :-1]], probes(training), [tests], trust=1.0)
+        for record in compared(subject):
             yield {"seed": seed, **record}
 
 
@@ -95,7 +100,7 @@ def compared(subject: Subject) -> Iterator[Record]:
 
     for name, alike, size in _others(subject):
         bits = round(8 * size / found.weights, 3)
-        both = (divergences(found.plan(bytes=size)), divergences(alike))
+        both = (divergences(found.plan(bytes=size, trust=subject.trust)), divergences(alike))
         for part, (plan, other) in enumerate(zip(*both, strict=True)):
             yield {"part": part, "name": name, "bits": bits, "plan": plan, "other": other}
 

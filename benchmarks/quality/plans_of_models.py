@@ -24,11 +24,8 @@ from lowbit.pylib.nn import sensitivity
 SECTION = Section("plans_of_models", "plans of models")
 PARTS, SENTENCES = 3, 16  # of each held-out text, and of a part
 TOKENS = {"minilm": 6144, "iglm": 3072}  # by which layers are calibrated, at least
-CHOICES = {
-    "minilm": (("u2", 32), ("u3", 128), ("u4", 128), ("u4", 64), ("u5", 128), ("u6", 128)),
-    "iglm": (("u2", 64), ("u3", 128), ("u3", 64), ("u3", 32), ("u4", 64), ("u5", 128)),
-}
-"""Two thirds of what plans choose from by default, in two thirds of the time."""
+CHOICES = {"minilm": (("u2", 32), ("u3", 128), ("u4", 128), ("u4", 64), ("u5", 128), ("u6", 128))}
+"""What plans of a model choose from, where not from all candidates: two thirds of them, in two thirds of the time."""
 KINDS = {
     "minilm": {
         "attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v",
@@ -60,7 +57,9 @@ def subject(name: str) -> Subject:
     """Returns a model with its texts. Raises ImportError without its package."""
     model, *others = (layers.MODELS[name](seed) for seed in range(PARTS))
     known = _first(model.texts[layers.TEXTS[0]], TOKENS[name])
-    candidates = [each for each in sensitivity.CANDIDATES if (each.weight, each.group_size) in CHOICES[name]]
+    candidates = sensitivity.CANDIDATES
+    if name in CHOICES:
+        candidates = [each for each in candidates if (each.weight, each.group_size) in CHOICES[name]]
     tests = [[[_some(next(iter(each.texts[text])))] for text in layers.TEXTS[1:]] for each in (model, *others)]
     stem, blocks = BLOCKS[name]
     kinds = {f"{stem}.{i}.{part}": (kind, i) for i in range(blocks) for part, kind in KINDS[name].items()}

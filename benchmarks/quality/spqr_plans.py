@@ -53,7 +53,7 @@ def cases(found: Sensitivity) -> Iterator[tuple[str, Mapping[str, lowbit.QuantCo
         yield f"SpQR u3, threshold {threshold}", alike
         for name, candidates in (("thresholds by layer", THRESHOLDS), ("bits and thresholds by layer", CANDIDATES)):
             some = {layer: [c for c in of if c.config in candidates] for layer, of in found.choices.items()}
-            yield f"SpQR, {name}", replace(found, choices=some).plan(bytes=_bytes(found, alike))
+            yield f"SpQR, {name}", replace(found, choices=some).plan(bytes=_bytes(found, alike), trust=1.0)
 
 
 def _bytes(found: Sensitivity, configs: Mapping[str, lowbit.QuantConfig]) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
-from lowbit.pylib.nn.bit_allocation import Choice, Sensitivity
+from lowbit.pylib.nn.bit_allocation import TRUST, Choice, Sensitivity
 from lowbit.pylib.nn.linear import AWQ_NEEDS_FOLDING, act_of
 from lowbit.pylib.nn.observe import as_inputs, calibrations, evaluating, run
 from lowbit.pylib.nn.plan import Filter, Planned, Wishes, naming, specs_of_module
@@ -49,6 +49,7 @@ def plan(
     act: Act | None = None,
     lm_head: bool = False,
     divergence: Divergence | None = None,
+    trust: float = TRUST,
 ) -> QuantPlan:
     """Returns a configuration for each linear layer of a model, and for the experts of each layer, of at most so many
     bits per weight, or bytes, in all.
@@ -57,12 +58,13 @@ def plan(
                   bits, in groups of 32 to 128
     bits, bytes   one of them: the size of the layers that are quantized, with scales, zeros, outliers and padding
     divergence    what to keep small, as for `lowbit.sensitivity`
+    trust         how far to go by what was measured, as for `Sensitivity.plan`: 1 for text just like calibration's
 
     filter_fn, calibration, act and lm_head are those of `quantize_`; a few inputs are enough. The model is left as it
     is. To compare several sizes, measure once: `lowbit.sensitivity(...).plan(bits=...)`.
     """
     measured = sensitivity(model, candidates, filter_fn, calibration, act=act, lm_head=lm_head, divergence=divergence)
-    return measured.plan(bits, bytes)
+    return measured.plan(bits, bytes, trust=trust)
 
 
 @torch.no_grad()

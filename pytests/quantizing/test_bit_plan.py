@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit.dialect.errors import QuantizeError, SpecError
-from lowbit.pylib.nn.bit_allocation import Choice, Sensitivity, hull
+from lowbit.pylib.nn.bit_allocation import Choice, Sensitivity, drawn_together, hull
 from lowbit.pylib.nn.sensitivity import kl_divergence
 
 CONFIG = lowbit.QuantConfig()
@@ -44,12 +44,13 @@ def test_layers_that_matter_get_more_bits() -> None:
     before = {name: p.clone() for name, p in model.named_parameters()}
     measured = lowbit.sensitivity(model, CANDIDATES, calibration=data, act="f16")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()) and model.training
-    plan = measured.plan(bits=4.5)
+    plan = measured.plan(bits=4.5, trust=1.0)
     width = {name: config.dtype.bits for name, config in plan.items()}
     assert width["idle"] < min(width["first"], width["last"]) and plan.bits <= 4.5
     assert plan.bytes == sum(_bytes(measured, name, config) for name, config in plan.items())
-    assert measured.plan(bytes=plan.bytes).to_dict() == plan.to_dict()
-    assert lowbit.plan(model, bits=4.5, calibration=data, candidates=CANDIDATES, act="f16").to_dict() == plan.to_dict()
+    assert measured.plan(bytes=plan.bytes, trust=1.0).to_dict() == plan.to_dict()
+    again = lowbit.plan(model, bits=4.5, calibration=data, candidates=CANDIDATES, act="f16", trust=1.0)
+    assert again.to_dict() == plan.to_dict()
 
 
 def _bytes(measured: Sensitivity, name: str, config: lowbit.QuantConfig) -> int:
@@ -57,6 +58,7 @@ def _bytes(measured: Sensitivity, name: str, config: lowbit.QuantConfig) -> int:
 
 
 def test_a_plan_is_better_than_uniform_choices_of_its_size() -> None:
+    """On the text by which it was made."""
     data = inputs()
     measured = lowbit.sensitivity(Model(), CANDIDATES, calibration=data, act="f16")
 
@@ -67,7 +69,7 @@ def test_a_plan_is_better_than_uniform_choices_of_its_size() -> None:
         return sum(kl_divergence(Model()(x), model(x.half()).float()) for x in data)
 
     size = sum(_bytes(measured, name, CANDIDATES[1]) for name in measured.choices)
-    plan = measured.plan(bytes=size)
+    plan = measured.plan(bytes=size, trust=1.0)
     assert plan.bytes <= size and found(plan) < 0.8 * found(CANDIDATES[1])
 
 
@@ -122,7 +124,7 @@ def test_plans_fit_and_are_near_the_best(of_layers: Mapping[str, Sequence[Choice
     least = sum(min(c.bytes for c in each) for each in of_layers.values())
     most = sum(max(c.bytes for c in each) for each in of_layers.values())
     budget = least + round(share * (most - least))
-    plan = Sensitivity(of_layers, 100).plan(bytes=budget)
+    plan = Sensitivity(of_layers, 100).plan(bytes=budget, trust=1.0)
     assert plan.bytes <= budget
     best = min(
         sum(c.divergence for c in each)
@@ -131,6 +133,26 @@ def test_plans_fit_and_are_near_the_best(of_layers: Mapping[str, Sequence[Choice
     )
     steps = [a.divergence - b.divergence for each in of_layers.values() for a, b in itertools.pairwise(hull(each))]
     assert best - 1e-9 <= plan.divergence <= best + max(steps, default=0) + 1e-9
+
+
+def test_layers_that_hardly_counted_get_more_bits_with_less_trust() -> None:
+    """By hand: the smallest choices add 6 in 4 bytes, so an average layer of their size adds 3, and half of it counts.
+    What was measured is what the plan says it adds."""
+    config = {bits: lowbit.QuantConfig(f"u{bits}", 64) for bits in (2, 4)}
+    sizes = ((2, 2, 8.0), (4, 4, 2.0))  # bits, bytes and error
+    found = {
+        name: [Choice(config[bits], size, error, added * error / 8) for bits, size, error in sizes]
+        for name, added in (("idle", 0.0), ("busy", 6.0))
+    }
+    drawn = drawn_together(found, 0.5)
+    assert {name: [each.divergence for each in of_layer] for name, of_layer in drawn.items()} == {
+        "idle": [1.5, 0.375], "busy": [4.5, 1.125],
+    }  # fmt: skip
+    assert drawn_together(found, 1.0) == found
+    measured = Sensitivity(found, 100)
+    widths = [[config.dtype.bits for config in measured.plan(bytes=8, trust=trust).values()] for trust in (1.0, 0.5)]
+    assert widths == [[2, 4], [4, 4]]
+    assert measured.plan(bytes=6).divergence == 1.5 and measured.plan(bytes=6)["busy"] == config[4]
 
 
 def test_hull_by_hand() -> None:
@@ -145,6 +167,7 @@ def test_hull_by_hand() -> None:
         ({"bits": 3, "bytes": 10}, "plan takes one of bits=, per weight, and bytes="),
         ({"bits": -1}, "bits=-1 must be a number above 0"),
         ({"bytes": True}, "bytes=True must be a number above 0"),
+        ({"bits": 9, "trust": 0}, "trust=0 must be a number above 0 and at most 1; 1 takes divergences as measured"),
         ({"bits": 1}, r"the smallest candidates take 3\.\d+ bits per weight, \d+ bytes; ask for more"),
     ],
 )

@@ -120,14 +120,14 @@ def test_plans_are_better_on_text_of_two_kinds() -> None:
 
 
 def test_plans_of_other_models_are_better() -> None:
-    """On each part of the text, beside all layers alike and the mixes of llama.cpp; IgLM's on text of the kind that
-    calibrates alone."""
+    """On each part of the text of both kinds, beside all layers alike and the mixes of llama.cpp. IgLM's of 3.25 bits
+    is as good."""
     records = plans_of_models.SECTION.records()
     found = {(record["model"], record["part"]) for record in records}
     assert found == {(model, part) for model in plans_of_models.KINDS for part in range(plans_of_models.PARTS)}
     for record in records:
-        both = list(zip(record["plan"], record["other"], strict=True))
-        assert all(plan < other for plan, other in both[: 1 if record["model"] == "iglm" else 2]), record
+        most = 1.03 if (record["model"], record["bits"]) == ("iglm", 3.25) else 1
+        assert all(a < most * b for a, b in zip(record["plan"], record["other"], strict=True)), record
 
 
 def test_plans_of_a_model_are_compared_by_part_of_the_text() -> None:
