@@ -19,6 +19,9 @@
 // CHECK-SAME:    fma.rn.f32 wgmma_sum3072, number, $0, wgmma_sum3072;
 // CHECK-SAME:    fma.rn.f32 number, $1, $[[TOKEN]], wgmma_sum3078;
 // CHECK-SAME:    fma.rn.f32 wgmma_sum3074, number, $1, wgmma_sum3074;
+// Or beside the scaled product, to the sums.
+// CHECK:         fma.rn.f32 wgmma_sum3072, $0, $[[TOKEN:[0-9]+]], wgmma_sum3072;
+// CHECK-SAME:    fma.rn.f32 wgmma_sum3074, $1, $[[TOKEN]], wgmma_sum3074;
 // CHECK:         wgmma.wait_group.sync.aligned 0;
 // CHECK-SAME:    mov.f32 $0, wgmma_sum3072;
 !units = !lowbit.reg<[4, 32], vector<4xi32>, "spatial(4, 32)">
@@ -53,6 +56,7 @@ lowbit.program @products(%pw: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %py: !llvm.ptr<1>
   lowbit.add_scaled %product, %scale, %sums {operandSegmentSizes = array<i32: 1, 1, 1, 0, 0>, pending = 0} : !sums, !scale, !sums
   lowbit.materialize %of_x {by_all} : !of_x
   lowbit.add_scaled %product, %scale, %sums, %scale, %of_x {operandSegmentSizes = array<i32: 1, 1, 1, 1, 1>, pending = 0} : !sums, !scale, !sums, !scale, !of_x
+  lowbit.add_outer %scale, %of_x, %sums : !scale, !of_x, !sums
   %total = lowbit.read_accumulator %sums : !sums
   lowbit.store %total, %y[%c0, %c0] : !sums, !y
   lowbit.return

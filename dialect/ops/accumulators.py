@@ -13,6 +13,7 @@ Sums that products are added to only when they have ended, since each has a scal
 
     lowbit.accumulate %a, %b, %product, fresh
     lowbit.add_scaled %product, %scale, %sums, pending 0
+    lowbit.add_outer %offset, %sums_of_x, %sums
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
@@ -142,6 +143,28 @@ class AddScaledOp(Lowbit.Operation, name="add_scaled"):
         for name, tiles, layout in (("scale", op.scale, rows), ("column", op.column, rows), ("row", op.row, columns)):
             for reg in (Reg.of(tile.type) for tile in tiles):
                 expect((reg.element, reg.layout) == ("f32", layout), name, f"f32 in {layout}", reg)
+
+
+class AddOuterOp(Lowbit.Operation, name="add_outer"):
+    """Adds the outer product of a column and a row to sums that no product is under way to: sums += column * row in
+    f32, each rounded once.
+
+    column  a tile [.., m, 1] in f32
+    row     a tile [.., 1, n] in f32
+    """
+
+    column: ext.Operand[RegType]
+    row: ext.Operand[RegType]
+    sums: ext.Operand[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        sums = _check_accumulator(op.sums)
+        expect(sums.element == "f32", "element of the sums", "f32", sums.element)
+        rank = sums.layout.rank
+        for name, value, reduced in (("column", op.column, rank - 1), ("row", op.row, rank - 2)):
+            reg, layout = Reg.of(value.type), sums.layout.reduce((reduced,))
+            expect((reg.element, reg.layout) == ("f32", layout), name, f"f32 in {layout}", reg)
 
 
 class ReadAccumulatorOp(Lowbit.Operation, name="read_accumulator"):

@@ -105,6 +105,17 @@ func.func @row(%column: !column) {
 
 !sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
 !column = !lowbit.reg<[64, 1], f32, "spatial(4, 1).local(2, 1).spatial(8, 1).replicated(4)">
+func.func @row_beside(%column: !column) {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{row: expected f32 in replicated(32, rank=2).spatial(1, 4).local(1, 2)}}
+  "lowbit.add_outer"(%column, %column, %0) : (!column, !column, !sums) -> ()
+  return
+}
+
+// -----
+
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+!column = !lowbit.reg<[64, 1], f32, "spatial(4, 1).local(2, 1).spatial(8, 1).replicated(4)">
 func.func @column_without_row(%column: !column) {
   %0 = "lowbit.accumulator"() : () -> !sums
   %1 = "lowbit.accumulator"() : () -> !sums

@@ -57,6 +57,10 @@ class Accumulators(Operations):
         column, row = ([tile.value] for tile in outer) if outer else ([], [])
         ops.AddScaledOp(product.value, scales, sums.value, column, row, i64(pending))
 
+    def add_outer(self, column: Tile, row: Tile, sums: Tile) -> None:
+        """sums += column * row: [rows, 1] and [1, tokens] in f32, of sums that no product is under way to."""
+        ops.AddOuterOp(column.value, row.value, sums.value)
+
     def read(self, sums: Tile) -> Tile:
         """The sums, once all products have ended."""
         return Tile(ops.ReadAccumulatorOp(sums.value, sums.value.type).result)

@@ -106,6 +106,14 @@ def add_scaled(op: Any, c: LoweringContext) -> None:
         warpgroup.add_scaled(str(product.reg.element), *names, int_attr(op, "pending"), list(zip(*outer)))
 
 
+@lowers(ops.AddOuterOp, needs=WGMMA)
+def add_outer(op: Any, c: LoweringContext) -> None:
+    sums = _of(op.sums, c)
+    for row in range(sums.rows):
+        columns, rows = (_scalars_of_row(c.tiles[tile], sums, row) for tile in (op.column, op.row))
+        warpgroup.add_products(columns, rows, sums.names(row))
+
+
 def _scalars_of_row(tile: Fragment, sums: Accumulator, row: int) -> list[Any]:
     """Returns the number of a tile, of columns or of rows, that belongs to every register of a row of fragments."""
     slots = tile.reg.layout.slots_for(sums.reg.layout)

@@ -312,6 +312,14 @@ def add_scaled(
     _assembly(None, list(places), [*lines, "}"], ["f"] * len(places))
 
 
+def add_products(left: Sequence[Any], right: Sequence[Any], sums: Sequence[str]) -> None:
+    """Adds products of two numbers to accumulators of f32."""
+    places = {number: f"${i}" for i, number in enumerate(dict.fromkeys([*left, *right]))}
+    terms = zip(left, right, sums, strict=True)
+    lines = [f"fma.rn.f32 {sum}, {places[a]}, {places[b]}, {sum};" for a, b, sum in terms]
+    _assembly(None, list(places), lines, ["f"] * len(places))
+
+
 def wait(pending: int) -> None:
     """Until at most so many groups of instructions are under way."""
     _assembly(None, [], [waiting(pending)], [])

@@ -13,14 +13,17 @@ from lowbit.passes.builder import Memory, Program, Tile
 
 @dataclass(frozen=True)
 class Zeros:
-    """What is added to a product before it is scaled: a number of every row times one of every token.
+    """What is added for zeros and offsets: a number of every row times one of every token.
 
     offset     of rows [rows, 1]: minus the zero, or the offset of signed codes
     sums_of_x  of tokens [1, tokens] in shared memory, over the columns of the product
+    beside     whether it is added to the sums beside the scaled product, and `offset` holds the scale; else it is added
+               to the product before that is scaled
     """
 
     offset: Tile
     sums_of_x: Memory
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,10 @@ class PromotedSums:
             zeros = ended.product.zeros
             of_x = self._sums_of_x(zeros, ended.part) if zeros else None  # on its way while the product is waited for
             outer = (zeros.offset, of_x) if zeros and of_x is not None else None
-            self.p.add_scaled(ended.bank, ended.product.scale, ended.sums, len(self._under_way), outer)
+            within = None if zeros and zeros.beside else outer
+            self.p.add_scaled(ended.bank, ended.product.scale, ended.sums, len(self._under_way), within)
+            if outer and not within:
+                self.p.add_outer(*outer, ended.sums)
 
     def _sums_of_x(self, zeros: Zeros, part: int) -> Tile:
         """The sums of a part of the tokens, as the sums of the product have their columns."""

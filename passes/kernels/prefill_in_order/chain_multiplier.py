@@ -118,5 +118,5 @@ class ChainMultiplier:
         """Yields the products of a panel, whose stage is `x`. of_products: scales, and what sums of x are multiplied
         by."""
         for i, (some, a, (scale, offset)) in enumerate(zip(columns, ready, of_products, strict=True)):
-            zeros = Zeros(offset, self._of_x.of(stage, i)) if self._of_x and offset is not None else None
+            zeros = Zeros(offset, self._of_x.of(stage, i), beside=True) if self._of_x and offset is not None else None
             yield Product(a, x, some.start, scale, zeros)
