@@ -358,9 +358,9 @@ def test_prompts_are_one_launch(size: tuple[int, int], compute: Any) -> None:
             "panels of panel_k=64 columns do not hold products of 128; take another panel_k",
         ),
         (
-            S(128, 1024, "u4", 64, invariant=True),
+            S(128, 1536, "u4", 64, invariant=True),
             PrefillInOrderSchedule(order_split_k=2, order_warps_k=2, order_step_k=128),
-            "chains of 256 columns are no whole rounds of 512 columns; take another",
+            "chains of 384 columns are no whole rounds of 512 columns; take another",
         ),
         (S(128, 1024, "u4", 128, compute="i8"), EightBitInOrderSchedule(), "invariant matmuls; take an EightBitP"),
         (
