@@ -25,14 +25,16 @@ def eight_bit_prefill_bounds(spec: MatmulSpec, target: Target) -> Bounds:
         return max(time, spec.bytes / costs.memory)
 
     plans = ((bytes_plan(spec, EightBitPrefillSchedule(panel_k=p), WGMMA), most) for p, most in _PANELS)
-    rounds = tuple(_round(plan, most, costs) for plan, most in plans)
+    rounds = tuple(_round(plan, step, most, costs) for plan, most in plans for step in plan.base.round.steps)
     times = costs.launch, costs.end_per_token, costs.exchange, costs.multicast, 0.0
     return Bounds(target.costs.prefill, rounds, *times, whole)
 
 
-def _round(plan: BytesPlan[EightBitPrefillSchedule], most_tokens: int, costs: EightBitPrefillCosts) -> RoundTime:
+def _round(
+    plan: BytesPlan[EightBitPrefillSchedule], step: int, most_tokens: int, costs: EightBitPrefillCosts
+) -> RoundTime:
     @lru_cache(maxsize=64)
     def time(tokens: int) -> float:
-        return cost_model.time_of_round(plan, tokens, costs)
+        return cost_model.time_of_round(plan, tokens, costs) * step / plan.base.round.step
 
-    return RoundTime(plan.base.round.step, most_tokens, time)
+    return RoundTime(step, most_tokens, time)

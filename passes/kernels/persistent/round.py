@@ -33,10 +33,17 @@ class Round:
         A panel of a round has the same stage in all rounds, or, where rounds fill half of the stages, in every other
         one. So it is where a tenth less columns are visited than in rounds of all stages, which end beyond the last.
         """
+        longest, *shorter = self.steps
+        return next((step for step in shorter if self._visited(step) <= 0.9 * self._visited(longest)), longest)
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Columns of rounds that such a schedule may have, the most first: those whose panels fill all stages, once or
+        several times, and those that fill half of them."""
         unit = math.lcm(self.piece, self.schedule.panel_k * self.schedule.num_stages)
         steps = [step for step in range(unit, _MOST + 1, unit) if step >= self._least]
-        step = next(filter(self._divides_groups, steps), steps[0])
-        return step // 2 if self._may_halve(step) and self._visited(step // 2) <= 0.9 * self._visited(step) else step
+        longest = next(filter(self._divides_groups, steps), steps[0])
+        return (longest, longest // 2) if self._may_halve(longest) else (longest,)
 
     @property
     def _least(self) -> int:

@@ -25,19 +25,19 @@ def prefill_bounds(spec: MatmulSpec, target: Target) -> Bounds:
     def whole(time: float) -> float:
         return cost_model.with_memory(spec, time, costs)
 
-    rounds = tuple(
-        _round(PersistentPlan(spec, PrefillSchedule(panel_k=p, num_stages=n), WGMMA), costs) for p, n in _PANELS
-    )
+    plans = (PersistentPlan(spec, PrefillSchedule(panel_k=p, num_stages=n), WGMMA) for p, n in _PANELS)
+    rounds = tuple(_round(plan, step, costs) for plan in plans for step in plan.round.steps)
     times = costs.launch, costs.end_per_token, costs.exchange, costs.multicast, costs.idle
     return Bounds(costs, rounds, *times, whole)
 
 
-def _round(plan: PersistentPlan, costs: PrefillCosts) -> RoundTime:
+def _round(plan: PersistentPlan, step: int, costs: PrefillCosts) -> RoundTime:
     deep = costs.deep if plan.schedule.num_stages == 8 else 1.0
-    codes, panel_k = plan.round.step * plan.spec.packing.bits // 64, plan.schedule.panel_k
+    panel_k = plan.schedule.panel_k
+    codes = step * plan.spec.packing.bits // 64
 
     @lru_cache(maxsize=64)
     def time(tokens: int) -> float:
-        return plan.round.panels * cost_model.time_of_panel(plan.spec, panel_k, tokens, costs) * deep
+        return step // panel_k * cost_model.time_of_panel(plan.spec, panel_k, tokens, costs) * deep
 
-    return RoundTime(plan.round.step, 2 * (_REGISTERS - panel_k // 2 - codes) + 1, time)
+    return RoundTime(step, 2 * (_REGISTERS - panel_k // 2 - codes) + 1, time)
