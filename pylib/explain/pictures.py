@@ -41,8 +41,8 @@ def pictures() -> dict[str, str]:
 
 
 def pipeline_picture() -> Bars:
-    """How x comes to a prefill kernel for 300 rows and 512 columns: eight rounds through four stages."""
-    spec = MatmulSpec(n=64, k=512, weight="u4", group_size=128)
+    """How x comes to a prefill kernel for 300 rows and 4096 columns: eight rounds through four stages."""
+    spec = MatmulSpec(n=64, k=4096, weight="u4", group_size=128)
     wanted = kernel_choices(spec, parse_target("sm_90a")).launches(300)[0]
     compiled = compile_kernel(wanted, keep=True)
     seen = run_one_cluster(wanted, compiled.launch, compiled.ptx, 300)

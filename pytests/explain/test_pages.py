@@ -558,8 +558,8 @@ def test_buffers(spec: MatmulSpec, target: str, m: int) -> None:
 
 
 def test_rounds_of_a_pipeline() -> None:
-    """Eight panels of x of 64 columns go through four stages, in order, and each has all of its bytes."""
-    wanted = kernel_choices(SPEC, parse_target("sm_90a")).launches(300)[0]
+    """Eight panels of x of 256 columns go through four stages, in order, and each has all of its bytes."""
+    wanted = kernel_choices(replace(SPEC, k=4096), parse_target("sm_90a")).launches(300)[0]
     compiled = compile_kernel(wanted, keep=True)
     seen = executed.run_one_cluster(wanted, compiled.launch, compiled.ptx, 300)
     assert seen

@@ -17,13 +17,14 @@ from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
 from lowbit.dialect.weight import TensorSlot
-from lowbit.passes.builder import Program, Tile
+from lowbit.passes.builder import Program, Scalar, Tile
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.outliers import Outliers
 from lowbit.passes.kernels.persistent.panels import BoxPanels
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.scaling import Scaled
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
+from lowbit.passes.kernels.persistent.tile_order import Turn
 from lowbit.passes.kernels.persistent.wgmma import WgmmaMultiplier
 from lowbit.passes.kernels.prefill.family import Prefill
 from lowbit.passes.kernels.registry import request
@@ -235,9 +236,8 @@ def test_numbers_of_the_panel_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_races_across_a_cluster_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warp that gives a stage back before its products have read it lets the other block copy into them."""
 
-    def too_early(self: BoxPanels, panel: int) -> None:
-        stages = self.schedule.num_stages
-        self.p.arrive(self.empty, panel % stages, self.schedule.cluster)
+    def too_early(self: BoxPanels, turn: Turn, index: Scalar, panel: int) -> None:
+        self.p.arrive(self.empty, self.stage_of(turn, index, panel), self.schedule.cluster)
 
     monkeypatch.setattr(BoxPanels, "release_before", too_early)
     with pytest.raises(EmulatorError):
