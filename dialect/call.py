@@ -67,9 +67,6 @@ class Call:
         if self.compute_from > 1:
             given = f"compute_from={self.compute_from} multiplies few rows in another type than many"
             raise SpecError(f"invariant=True is one result for every number of rows, but {given}; use compute_from=1")
-        if self.experts > 1 and self.compute:
-            given = f"experts={self.experts} in {self.compute}"
-            raise SpecError(f"invariant=True has no kernels for {given}; use compute=None, or a matmul per expert")
         if self.top_k:
             raise SpecError("invariant=True adds up experts in one way, by rows sorted by expert; drop top_k=")
 

@@ -80,8 +80,28 @@ func.func @experts(%x: tensor<?x1024xf16>, %w: !weight, %rows: tensor<?xi32>, %t
 // CHECK-NEXT:    lowbit.mul %{{.*}}, %[[FOUND]]
 // CHECK:         lowbit.store {{.*}}skip
 !weight = !lowbit.packed<[512, 1024], #lowbit.format<"u4", []>, 128, "none", "f16">
-func.func @experts(%x: tensor<?x1024xi8>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x128xf16> {
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4, schedule = {family = "eight_bit_experts_mma", tokens = 32}}
-      : tensor<?x1024xi8>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x128xf16>
+func.func @experts(%x: tensor<?x1024xi8>, %s: tensor<?xf32>, %q: tensor<?x32xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x128xf16> {
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4, schedule = {family = "eight_bit_experts_mma", tokens = 32}}
+      : tensor<?x1024xi8>, tensor<?xf32>, tensor<?x32xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x128xf16>
+  return %y : tensor<?x128xf16>
+}
+
+// -----
+
+// Few slots in 8 bits: weights stream as in kernels for dense ones. Sums of x, which make up for zeros, come by the list
+// of rows, as x does, and so does the scale of a slot.
+// CHECK-LABEL: lowbit.program @matmul
+// CHECK-SAME:    %x_scales: !llvm.ptr<1>, %x_sums: !llvm.ptr<1>,
+// CHECK:         lowbit.copy_rows %x_
+// CHECK:         lowbit.copy_rows %x_sums{{.*}}zero
+// CHECK:         lowbit.decode_bytes %
+// CHECK:         lowbit.mma %
+// CHECK:         %[[SLOTS:.*]] = lowbit.load %rows
+// CHECK:         lowbit.gather %x_scales{{.*}}%[[SLOTS]]
+// CHECK:         lowbit.store {{.*}}skip
+!weight = !lowbit.packed<[512, 1024], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @few(%x: tensor<?x1024xi8>, %s: tensor<?xf32>, %q: tensor<?x32xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x128xf16> {
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4, schedule = {family = "eight_bit_experts_decode", tokens = 8, row_blocks = 1, warps_n = 4, warps_k = 1, step_k = 128, num_stages = 2}}
+      : tensor<?x1024xi8>, tensor<?xf32>, tensor<?x32xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x128xf16>
   return %y : tensor<?x128xf16>
 }

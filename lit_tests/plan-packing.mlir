@@ -28,11 +28,11 @@ func.func @f6(%w: !f6) -> tensor<40x384xf16> {
 // Experts follow one another, each with row blocks of its own: 4 of 48 rows are 12 row blocks.
 // CHECK-LABEL: func.func @experts
 // CHECK:         lowbit.quantized_expert_matmul %
-// CHECK-SAME:    packing = {chunk = 64, codes = [12, 4,
-// CHECK:         1, 32, 4]
+// CHECK-SAME:    packing = {chunk = 64,
+// CHECK-NEXT:    codes = [12, 4, 1, 32, 4]
 !experts = !lowbit.packed<[192, 256], #lowbit.format<"u4", []>, 128, "none", "f16">
-func.func @experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %w: !experts, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x48xf16> {
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4}
-      : tensor<?x256xi8>, tensor<?xf32>, !experts, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x48xf16>
+func.func @experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !experts, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x48xf16> {
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4}
+      : tensor<?x256xi8>, tensor<?xf32>, tensor<?x8xf32>, !experts, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x48xf16>
   return %y : tensor<?x48xf16>
 }

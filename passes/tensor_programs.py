@@ -69,17 +69,18 @@ def expert_matmul_module(spec: MatmulSpec) -> ir.Module:
 
 
 def quantized_expert_matmul_module(spec: MatmulSpec) -> ir.Module:
-    """A module with @quantized_expert_matmul(values, scales, w, rows, tiles[, bias]) -> y, of one
+    """A module with @quantized_expert_matmul(values, scales, sums, w, rows, tiles[, bias]) -> y, of one
     lowbit.quantized_expert_matmul."""
-    (values, scales, _), y = _quantized_types(spec), _tensor([_ANY, spec.outputs], spec.out_dtype)
+    y = _tensor([_ANY, spec.outputs], spec.out_dtype)
 
     def matmul(arguments: list[Any]) -> Any:
-        op = ops.QuantizedExpertMatmulOp(*arguments[:5], y, arguments[5:], _attribute(spec.experts))
+        op = ops.QuantizedExpertMatmulOp(*arguments[:6], y, arguments[6:], _attribute(spec.experts))
         op.fold_scales = spec.fold_scales
+        op.invariant = spec.invariant
         op.epilogue = spec.epilogue or "none"
         return op
 
-    inputs = [values, scales, packed_type(spec), *_routing_types(spec)]
+    inputs = [*_quantized_types(spec), packed_type(spec), *_routing_types(spec)]
     return _function("quantized_expert_matmul", inputs, [y], matmul)
 
 
@@ -228,8 +229,8 @@ def _call_of(op: Any) -> Call:
         return Call(cast(Act, act), out, experts=experts, top_k=top_k, invariant=invariant)
     if isinstance(op, ops.QuantizedMatmulOp | ops.QuantizedExpertMatmulOp):
         out = None if _element(op.y) == "f16" else cast(Out, _element(op.y))
-        compute, invariant = _compute_of(op.values), isinstance(op, ops.QuantizedMatmulOp) and op.invariant
-        return Call(out=out, compute=compute, fold_scales=op.fold_scales, experts=experts, invariant=invariant)
+        folds, invariant = op.fold_scales, op.invariant
+        return Call(out=out, compute=_compute_of(op.values), fold_scales=folds, experts=experts, invariant=invariant)
     return Call(cast(Act, _element(op.y))) if isinstance(op, ops.DequantizeOp) else Call()
 
 

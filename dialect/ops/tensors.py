@@ -241,11 +241,12 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
 
 class QuantizedExpertMatmulOp(Lowbit.Operation, name="quantized_expert_matmul"):
     """y[s, n] = scales[rows[s]] * sum_k values[rows[s], k] W[e(s), n, k] (+ bias[e(s), n]): what `expert_matmul`
-    computes, with the values and scales of x as `quantize` makes them; `fold_scales` as for `quantized_matmul`, and
-    `epilogue` as there."""
+    computes, with the values, scales and sums of x as `quantize` makes them; `fold_scales` and `invariant` as for
+    `quantized_matmul`, and `epilogue` as there."""
 
     values: ext.Operand[Any]
     scales: ext.Operand[Any]
+    sums: ext.Operand[Any]
     w: ext.Operand[PackedType]
     rows: ext.Operand[Any]
     tiles: ext.Operand[Any]
@@ -253,6 +254,7 @@ class QuantizedExpertMatmulOp(Lowbit.Operation, name="quantized_expert_matmul"):
     bias: Sequence[ext.Operand[Any]]
     experts: ir.IntegerAttr
     fold_scales = Flag()
+    invariant = Flag()
     epilogue = Choice("none", *ACTIVATIONS)
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)
@@ -261,7 +263,7 @@ class QuantizedExpertMatmulOp(Lowbit.Operation, name="quantized_expert_matmul"):
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
         _check_packing(op, w)
-        _check_values(op.values, op.scales, w.shape.k)
+        _check_quantized(op.values, op.scales, op.sums, w.shape.k)
         _check_folding(op, w)
         _check_experts(op, w)
 
@@ -289,15 +291,10 @@ def _check_output(op: Any, w: Packed) -> None:
 
 
 def _check_quantized(values: Any, scales: Any, sums: Any, k: int) -> None:
-    """The three tensors of an activation of 8 bits."""
-    _check_values(values, scales, k)
-    tensor(sums, "sums", (None, k // SUM_COLUMNS), ("f32",))
-
-
-def _check_values(values: Any, scales: Any, k: int) -> None:
-    """Numbers of 8 bits, and the scale of each row."""
+    """The three tensors of an activation of 8 bits: numbers, the scale of each row, and sums of some columns."""
     tensor(values, "values", (None, k), ("f8E4M3FN", "i8"))
     tensor(scales, "scales", (None,), ("f32",))
+    tensor(sums, "sums", (None, k // SUM_COLUMNS), ("f32",))
 
 
 class DequantizeOp(Lowbit.Operation, name="dequantize"):

@@ -30,11 +30,11 @@ func.func @folded(%x: tensor<?x256xf8E4M3FN>, %s: tensor<?xf32>, %sums: tensor<?
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 // CHECK-LABEL: func.func @experts
-func.func @experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>,
+func.func @experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi32>,
     %tiles: tensor<?x3xi32>, %bias: tensor<64xf32>) -> tensor<?x8xf32> {
   // CHECK: lowbit.quantized_expert_matmul %{{.*}} {epilogue = "silu_mul", experts = 4}
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles, %bias {epilogue = "silu_mul", experts = 4}
-      : tensor<?x256xi8>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32>, tensor<64xf32> -> tensor<?x8xf32>
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles, %bias {epilogue = "silu_mul", experts = 4}
+      : tensor<?x256xi8>, tensor<?xf32>, tensor<?x8xf32>, !weight, tensor<?xi32>, tensor<?x3xi32>, tensor<64xf32> -> tensor<?x8xf32>
   return %y : tensor<?x8xf32>
 }
 

@@ -185,53 +185,53 @@ func.func @weights_of_fewer_experts(%x: tensor<?x256xf16>, %w: !weight, %ids: te
 // -----
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
-func.func @experts_of_floats(%x: tensor<?x256xf16>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
+func.func @experts_of_floats(%x: tensor<?x256xf16>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
   // expected-error @below {{values: expected tensor<?x256xf8E4M3FN> or tensor<?x256xi8>, got tensor<?x256xf16>}}
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4} : tensor<?x256xf16>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4} : tensor<?x256xf16>, tensor<?xf32>, tensor<?x8xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
   return %y : tensor<?x16xf16>
 }
 
 // -----
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
-func.func @scales_of_experts(%x: tensor<?x256xi8>, %s: tensor<?x1xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
+func.func @scales_of_experts(%x: tensor<?x256xi8>, %s: tensor<?x1xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
   // expected-error @below {{scales: expected tensor<?xf32>, got tensor<?x1xf32>}}
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4} : tensor<?x256xi8>, tensor<?x1xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4} : tensor<?x256xi8>, tensor<?x1xf32>, tensor<?x8xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
   return %y : tensor<?x16xf16>
 }
 
 // -----
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
-func.func @rows_of_experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi64>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
+func.func @rows_of_experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi64>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
   // expected-error @below {{rows: expected tensor<?xi32>, got tensor<?xi64>}}
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4} : tensor<?x256xi8>, tensor<?xf32>, !weight, tensor<?xi64>, tensor<?x3xi32> -> tensor<?x16xf16>
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4} : tensor<?x256xi8>, tensor<?xf32>, tensor<?x8xf32>, !weight, tensor<?xi64>, tensor<?x3xi32> -> tensor<?x16xf16>
   return %y : tensor<?x16xf16>
 }
 
 // -----
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
-func.func @gated_bytes_of_experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
+func.func @gated_bytes_of_experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
   // expected-error @below {{y: expected tensor<?x8xf16> or}}
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {epilogue = "silu_mul", experts = 4} : tensor<?x256xi8>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {epilogue = "silu_mul", experts = 4} : tensor<?x256xi8>, tensor<?xf32>, tensor<?x8xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
   return %y : tensor<?x16xf16>
 }
 
 // -----
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
-func.func @folded_integers_of_experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
+func.func @folded_integers_of_experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
   // expected-error @below {{values with fold_scales: expected f8E4M3FN, got i8}}
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4, fold_scales} : tensor<?x256xi8>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4, fold_scales} : tensor<?x256xi8>, tensor<?xf32>, tensor<?x8xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
   return %y : tensor<?x16xf16>
 }
 
 // -----
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
-func.func @folded_scales_of_groups_alone(%x: tensor<?x256xf8E4M3FN>, %s: tensor<?xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
+func.func @folded_scales_of_groups_alone(%x: tensor<?x256xf8E4M3FN>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
   // expected-error @below {{scales with fold_scales: expected scales of rows, too, got none of rows}}
-  %y = lowbit.quantized_expert_matmul %x, %s, %w, %rows, %tiles {experts = 4, fold_scales} : tensor<?x256xf8E4M3FN>, tensor<?xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
+  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4, fold_scales} : tensor<?x256xf8E4M3FN>, tensor<?xf32>, tensor<?x8xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
   return %y : tensor<?x16xf16>
 }

@@ -13,6 +13,7 @@ from lowbit.passes.kernels.decode.family import Decode, DecodeInteger
 from lowbit.passes.kernels.dequantize.family import Dequantize
 from lowbit.passes.kernels.eight_bit.family import EightBit
 from lowbit.passes.kernels.eight_bit_experts.family import EightBitExperts
+from lowbit.passes.kernels.eight_bit_experts_decode.family import EightBitExpertsDecode
 from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMma
 from lowbit.passes.kernels.eight_bit_in_order.family import EightBitInOrder
 from lowbit.passes.kernels.eight_bit_mma_in_order.family import EightBitMmaInOrder
@@ -50,6 +51,7 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     EightBitExperts(),
     EightBitExpertsMma(),
     ExpertsDecode(),
+    EightBitExpertsDecode(),
     TopKExperts(),
     Permute(),
     Quantize(),

@@ -17,6 +17,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.eight_bit_experts.family import EightBitExperts
+from lowbit.passes.kernels.eight_bit_experts_decode.family import EightBitExpertsDecode
 from lowbit.passes.kernels.eight_bit_experts_mma.family import EightBitExpertsMma
 from lowbit.passes.kernels.experts.family import MOST_BY_MMA, Experts
 from lowbit.passes.kernels.experts_decode.family import ExpertsDecode
@@ -30,10 +31,11 @@ from lowbit.passes.target import Target
 _Family = ExpertFamily[Any]
 _IN_ACT: tuple[_Family, _Family] = (Experts(), ExpertsMma())
 _IN_BYTES: tuple[_Family, _Family] = (EightBitExperts(), EightBitExpertsMma())
-_OF_FEW = ExpertsDecode()  # has candidates for tiles that it is as fast for as a persistent kernel
+_OF_FEW, _OF_FEW_BYTES = ExpertsDecode(), EightBitExpertsDecode()
+"""These have candidates for tiles that they are as fast for as a persistent kernel."""
 _TILES = (8, 16, 32, 64, 128, 192)
 _TILES_OF_WGMMA = (8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256)
-_TILES_OF_BYTES = (16, 32, 64, 96, 128, 192, 256)
+_TILES_OF_BYTES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _BY_MEAN = (
     *((5, 8), (11, 16), (17, 24), (26, 32), (39, 48), (56, 64), (70, 80), (80, 96)),
     *((105, 128), (125, 144), (145, 160), (180, 192), (225, 256), (270, 144), (math.inf, 256)),
@@ -59,9 +61,10 @@ def schedule_for_few(spec: MatmulSpec, tile: int, slots: int, target: Target) ->
 @lru_cache(maxsize=256)
 def _schedule(spec: MatmulSpec, tile: int, hit: int, target: Target) -> KernelSchedule | None:
     """Returns the schedule for tiles of so many slots where so many experts are hit."""
+    few = _OF_FEW_BYTES if spec.compute else _OF_FEW
     if spec.invariant:
-        return _OF_FEW.fastest(spec, tile, hit, target, order_of(spec, target))
-    if not spec.compute and (found := _OF_FEW.fastest(spec, tile, hit, target)):
+        return few.fastest(spec, tile, hit, target, order_of(spec, target))
+    if found := few.fastest(spec, tile, hit, target):
         return found
     by_wgmma, by_mma = _IN_BYTES if spec.compute else _IN_ACT
     families = (by_wgmma, by_mma) if target.has_wgmma and tile > MOST_BY_MMA else (by_mma,)

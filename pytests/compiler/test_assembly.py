@@ -60,6 +60,7 @@ KERNELS: dict[str, tuple[str, MatmulSpec, int, str]] = {  # family, spec, tokens
     "experts_decode": ("experts_decode", EXPERTS, 8, "sm_90a"),
     "eight_bit_experts": ("eight_bit_experts", EXPERTS_OF_BYTES, 128, "sm_90a"),
     "eight_bit_experts_mma": ("eight_bit_experts_mma", EXPERTS_OF_BYTES, 16, "sm_80"),
+    "eight_bit_experts_decode": ("eight_bit_experts_decode", EXPERTS_OF_BYTES, 8, "sm_90a"),
     "top_k_experts": ("top_k_experts", replace(EXPERTS, top_k=TopK(2, "i64", "bf16")), 1, "sm_90a"),
     "permute": ("permute", permute_spec(1024, "f16"), 0, "sm_80"),
     "quantize": ("quantize", quantize_spec(1024, "f16", "i8"), 0, "sm_80"),

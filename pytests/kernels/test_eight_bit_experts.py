@@ -28,6 +28,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Scalar, Tile
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_experts.schedule import EightBitExpertsSchedule
+from lowbit.passes.kernels.eight_bit_experts_decode.schedule import EightBitExpertsDecodeSchedule
 from lowbit.passes.kernels.eight_bit_experts_mma.schedule import EightBitExpertsMmaSchedule
 from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
 from lowbit.passes.kernels.experts.schedule import ExpertsSchedule
@@ -37,6 +38,7 @@ from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import takes_rows_in_order
 from lowbit.passes.kernels.registry import request
+from lowbit.passes.kernels.streaming.work import ExpertWork, Work
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling.expert_rule import schedule_for, tiles_of
 from lowbit.passes.target import Target
@@ -47,9 +49,11 @@ from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight, pack
 
 AMPERE, ADA, HOPPER = (parse_target(name) for name in ("sm_80", "sm_89", "sm_90a"))
-AnySchedule = EightBitExpertsMmaSchedule | EightBitExpertsSchedule
+AnySchedule = EightBitExpertsMmaSchedule | EightBitExpertsSchedule | EightBitExpertsDecodeSchedule
 SMALL = EightBitExpertsMmaSchedule(16, num_stages=2)
 WGMMA, GATHERING = EightBitExpertsSchedule(64), EightBitExpertsSchedule(64, gather=True)
+FEW = EightBitExpertsDecodeSchedule(8, 1, 2, 2, 128, 2)
+FEW_BY_WGMMA = EightBitExpertsDecodeSchedule(16, 1, 4, 1, 256, 2, wgmma=True)
 I8, FP8 = {"compute": "i8"}, {"compute": "f8e4m3"}
 
 
@@ -61,7 +65,7 @@ def run(
     rows = (order % len(x)).astype(np.int32)
     q = lowbit.quantize_activation(x, spec.byte_type, scales=scales)
     y = torch.full((len(ids), spec.outputs), torch.nan, dtype=TORCH[spec.out_dtype])
-    given: dict[str, Any] = {"x_scales": q.scales, "y": y, "m": len(ids)}
+    given: dict[str, Any] = {"x_scales": q.scales, "x_sums": q.sums, "y": y, "m": len(ids)}
     given |= {"rows": torch.from_numpy(rows), "tiles": torch.from_numpy(tiles)}
     kernel, values = compile_kernel(request(spec, target, schedule)), q.values
     if takes_rows_in_order(schedule):
@@ -124,6 +128,21 @@ def test_every_format_to_the_last_bit(compute: Compute, weight: str) -> None:
     assert is_exact(spec_of(compute, weight, number), KINDS[number % 4], MIXED, 7, HOPPER)
 
 
+@pytest.mark.parametrize(("compute", "weight"), FITTING)
+def test_every_format_in_tiles_of_few_slots(compute: Compute, weight: str) -> None:
+    """Codes that are multiplied as bytes; in turns by mma.sync, by wgmma, and by clusters that split k."""
+    number = FITTING.index((compute, weight))
+    spec = spec_of(compute, weight, number)
+    clusters = replace(FEW_BY_WGMMA, step_k=128, split_k=2, cluster=2, warps_n=4)
+    schedule = (FEW, FEW_BY_WGMMA, clusters)[number % 3]
+    schedule = replace(schedule, step_k=max(schedule.step_k, spec.packing.chunk))
+    if not spec.multiplies_codes:
+        with pytest.raises(SpecError, match="is scaled before it is multiplied; take an EightBitExpertsMma"):
+            request(spec, HOPPER, schedule)
+        spec = replace(spec, group_size=128)
+    assert is_exact(spec, schedule, MIXED, 7, HOPPER)
+
+
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("choices", [I8, FP8, FP8 | {"fold_scales": True, "epilogue": "silu_mul"}], ids=str)
 def test_short_tiles(choices: dict[str, Any], gather: bool) -> None:
@@ -134,7 +153,7 @@ def test_short_tiles(choices: dict[str, Any], gather: bool) -> None:
     assert is_close(spec, schedule, ids, 7)
 
 
-@pytest.mark.parametrize("schedule", [SMALL, WGMMA, GATHERING], ids=["mma", "wgmma", "gathering"])
+@pytest.mark.parametrize("schedule", [SMALL, WGMMA, GATHERING, FEW], ids=["mma", "wgmma", "gathering", "few"])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_any_routing(name: str, schedule: AnySchedule) -> None:
     """Slots that are uneven, of one expert, or of none; rows of x that several experts get, or one twice."""
@@ -196,12 +215,21 @@ def test_folded_weights_are_rounded_for_any_number_of_tokens() -> None:
 
 @pytest.mark.parametrize("compute", [I8, FP8, FOLDED], ids=str)
 def test_every_size_of_tiles_has_a_kernel(compute: dict[str, Any]) -> None:
-    """By mma.sync up to 32 slots, and by wgmma above where there is any."""
+    """Weights stream for few slots, if their codes are multiplied; else mma.sync up to 32 slots. By wgmma above where
+    there is any."""
     spec = MatmulSpec(128 * 1536, 2048, "u4", 128, **compute, experts=128)
     kinds = {tile: type(schedule_for(spec, tile, HOPPER)) for tile in tiles_of(spec, HOPPER)}
-    few, many = EightBitExpertsMmaSchedule, EightBitExpertsSchedule
-    assert kinds == dict.fromkeys((16, 32), few) | dict.fromkeys((64, 96, 128, 192, 256), many)
-    assert {type(schedule_for(spec, tile, ADA)) for tile in tiles_of(spec, ADA)} == {few}
+    few, many, streaming = EightBitExpertsMmaSchedule, EightBitExpertsSchedule, EightBitExpertsDecodeSchedule
+    of_few = dict.fromkeys((16, 32, 64), few) if spec.folds else dict.fromkeys((8, 16, 24, 32, 48, 64), streaming)
+    assert kinds == of_few | dict.fromkeys((64, 96, 128, 192, 256) if spec.folds else (96, 128, 192, 256), many)
+    assert {type(schedule_for(spec, tile, ADA)) for tile in tiles_of(spec, ADA) if tile > 16} == {few}
+
+
+@pytest.mark.parametrize(("weight", "zeros"), [("u4", "int"), ("i4", "none")])
+def test_weights_stream_for_fewer_slots_beside_sums_of_x(weight: str, zeros: Any) -> None:
+    spec = MatmulSpec(128 * 1536, 2048, weight, 128, zeros=zeros, **FP8, experts=128)
+    kinds = {tile: type(schedule_for(spec, tile, HOPPER)) for tile in tiles_of(spec, HOPPER)}
+    assert [tile for tile, kind in kinds.items() if kind is EightBitExpertsDecodeSchedule] == [8, 16, 24]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +239,10 @@ def test_every_size_of_tiles_has_a_kernel(compute: dict[str, Any]) -> None:
         (I8, WGMMA, ADA, "eight_bit_experts needs sm_90a, the target is sm_89; take an EightBitExpertsMmaSchedule"),
         (FP8, SMALL, AMPERE, "compute='f8e4m3' needs sm_89 or later, the target is sm_80"),
         ({}, SMALL, ADA, "has no activations of 8 bits"),
+        ({}, FEW, ADA, "has no activations of 8 bits; take an ExpertsDecodeSchedule"),
+        (FP8, FEW, AMPERE, "compute='f8e4m3' needs sm_89 or later, the target is sm_80"),
+        (FOLDED | {"row_scales": True}, FEW, ADA, "u4 is scaled before it is multiplied; take an EightBitExpertsMma"),
+        ({"experts": 1, **I8}, FEW, ADA, "eight_bit_experts_decode is for weights of several experts"),
         (I8, ExpertsMmaSchedule(16), ADA, "experts_mma takes no activations of 8 bits, .* EightBitExpertsMmaSchedule"),
         (I8, ExpertsSchedule(), HOPPER, "experts takes no activations of 8 bits, .* an EightBitExpertsSchedule"),
         ({"weight": "u8", "zeros": "int", **I8}, SMALL, ADA, "differences .* no bytes; use a matmul per expert"),
@@ -230,6 +262,7 @@ def test_schedules_that_do_not_fit(choices: dict[str, Any], schedule: Any, targe
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "no rows of their own": (ExpertOrder, "first", lambda self: self._position(self.block + 1)),
     "scales of slots": (ByteWeight, "_scales_of_x", scales_of_slots),
+    "scales of slots, streaming": (ExpertWork, "scales_of_x", Work.scales_of_x),
 }
 
 
@@ -238,7 +271,8 @@ def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(*MUTATIONS[what])
     right = False
     with contextlib.suppress(EmulatorError):
-        right = is_exact(MatmulSpec(4 * 48, 768, "u4", 64, **I8, out="f32", experts=4), SMALL, ROUTINGS["uneven"], 5)
+        spec = MatmulSpec(4 * 48, 768, "u4", 64, zeros="int", **I8, out="f32", experts=4)
+        right = is_exact(spec, FEW if "streaming" in what else SMALL, ROUTINGS["uneven"], 5)
     assert not right
 
 

@@ -77,13 +77,17 @@ def test_attention_shares_out_places_in_one_way(monkeypatch: pytest.MonkeyPatch)
         assert {parts(rows) for rows in (1, 2, 8, 16, 64)} == {parts(1)}
 
 
-@pytest.mark.parametrize("target", ["cpu", "emulator:sm_80", "emulator:sm_90a"])
-def test_experts_give_a_token_the_same_bits(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "compute"),
+    [("cpu", None), ("emulator:sm_80", None), ("emulator:sm_90a", None), ("cpu", "i8"), ("emulator:sm_90a", "i8")],
+)
+def test_experts_give_a_token_the_same_bits(target: str, compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one launch for all experts, of token tiles of any size, beside a token that is no number. Of all tokens there
     are tiles of 64 slots, two for the first expert."""
     for module in (stacked_experts, experts_module):
         monkeypatch.setattr(module, "target_of", lambda _: target)
     experts, x = low_bit("Qwen3Moe").model.layers[0].mlp.experts, torch.randn(66, 128).bfloat16()
+    lowbit.set_compute_(experts, compute)
     ids, weights = routing(66)
     ids[:, 0], ids[:, 1] = 0, 1 + ids[:, 1] % 3
     x[37] = torch.nan
@@ -96,17 +100,6 @@ def test_experts_give_a_token_the_same_bits(target: str, monkeypatch: pytest.Mon
                 some = experts(x[first:last], ids[first:last], weights[first:last])
                 torch.testing.assert_close(some, together[first:last], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(experts(x, ids, weights), usual, rtol=0, atol=0, equal_nan=True)
-
-
-def test_experts_in_eight_bits_are_called_one_by_one() -> None:
-    """No kernel for all experts has an order of sums for them."""
-    experts, x = low_bit("Qwen3Moe").model.layers[0].mlp.experts, torch.randn(9, 128).bfloat16()
-    lowbit.set_compute_(experts, "i8")
-    ids, weights = routing(9)
-    with torch.no_grad(), lowbit.batch_invariant():
-        together = experts(x, ids, weights)
-        alone = torch.cat([experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(9)])
-        assert torch.equal(together, alone) and not experts._stacked[True].formats
 
 
 @pytest.mark.parametrize("target", ["cpu", "emulator:sm_90a"])

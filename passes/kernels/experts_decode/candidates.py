@@ -37,9 +37,10 @@ class _Shape(NamedTuple):
     blocks: int
     wgmma: bool = False
 
-    def schedule(self, tile: int) -> ExpertsDecodeSchedule:
-        """Returns the schedule for so many slots."""
-        return ExpertsDecodeSchedule(
+    def schedule(self, kind: type[ExpertsDecodeSchedule], tile: int) -> ExpertsDecodeSchedule:
+        """Returns the schedule of a kind for so many slots."""
+        overlaps = self.wgmma and self.row_blocks == 1 and self.warps_n < 16  # so many hide their waits
+        return kind(
             tile,
             self.row_blocks,
             self.warps_n,
@@ -49,7 +50,7 @@ class _Shape(NamedTuple):
             wgmma=self.wgmma,
             max_blocks_per_sm=self.blocks,
             refill="after_first_mma" if self.wgmma and tile >= _MANY and self.row_blocks == 1 else "before_mma",
-            overlap_groups=self.wgmma and self.row_blocks == 1 and self.warps_n < 16,  # so many hide their waits
+            overlap_groups=overlaps and tile <= kind.most_overlapping,
         )
 
 
@@ -112,7 +113,7 @@ def candidates(
 
 def preferred(spec: MatmulSpec, schedules: Sequence[ExpertsDecodeSchedule]) -> Sequence[ExpertsDecodeSchedule]:
     """Returns those of a tile's schedules that predictions are to choose from."""
-    if spec.zeros == "none":
+    if spec.zeros == "none" or spec.compute:
         return schedules
     known = [s for s in schedules if (s.row_blocks, s.warps_n, s.step_k) == _WITH_ZEROS.get(s.tokens)]
     return known or schedules
@@ -127,12 +128,12 @@ def _shapes_of(tile: int, shapes: Mapping[int, Sequence[_Shape]]) -> Sequence[_S
     return list(dict.fromkeys((*shapes[below], *shapes[above])))
 
 
-def cuts(spec: MatmulSpec) -> list[ExpertsDecodeSchedule]:
+def cuts(spec: MatmulSpec, kind: type[ExpertsDecodeSchedule]) -> list[ExpertsDecodeSchedule]:
     """Returns a schedule of each way in which candidates cut k."""
     steps = dict.fromkeys((shape.warps_k, shape.step_k) for shape in itertools.chain(*_SHAPES.values()))
     steps |= dict.fromkeys((shape.warps_k, spec.packing.chunk) for shape in _LEAST)
     kept = [(warps_k, step) for warps_k, step in steps if step % spec.packing.chunk == 0]
-    plain = [ExpertsDecodeSchedule(8, 1, 1, warps_k, step, 2) for warps_k, step in kept]
+    plain = [kind(8, 1, 1, warps_k, step, 2) for warps_k, step in kept]
     return [*plain, *(replace(s, split_k=2, cluster=2) for s in plain)]
 
 
@@ -155,7 +156,7 @@ def _fitting(
     shapes: Iterable[_Shape],
 ) -> Iterator[ExpertsDecodeSchedule]:
     """Yields the schedules of these shapes that fit and have work for every warp, in two rounds or more of several."""
-    for s in (shape.schedule(tile) for shape in shapes):
+    for s in (shape.schedule(family.schedule_type, tile) for shape in shapes):
         plan = known_plan(spec, s)
         room = blocks_per_sm(plan, target)
         works = s.warps_k == 1 or 2 * s.warps_k <= plan.steps.count

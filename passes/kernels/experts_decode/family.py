@@ -75,7 +75,7 @@ class ExpertsDecode(KernelFamily[ExpertsDecodeSchedule]):
         return sum_order(spec, schedule)
 
     def orders(self, spec: MatmulSpec, target: Target) -> Sequence[SumOrder]:
-        return list(dict.fromkeys(sum_order(spec, s) for s in cuts(spec)))
+        return list(dict.fromkeys(sum_order(spec, s) for s in cuts(spec, self.schedule_type)))
 
     def in_order(
         self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder

@@ -14,10 +14,15 @@ from lowbit.passes.target import Target
 
 def check_schedule(spec: MatmulSpec, s: ExpertsDecodeSchedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
-    check_experts("experts_decode", spec)
-    check_in_act("experts_decode", spec, "EightBitExpertsMmaSchedule")
+    check_in_act("experts_decode", spec, "EightBitExpertsDecodeSchedule")
     if spec.outliers:
         raise SpecError("schedule: experts_decode adds no outliers; take an ExpertsMmaSchedule")
+    check_streaming("experts_decode", spec, s, target)
+
+
+def check_streaming(family: str, spec: MatmulSpec, s: ExpertsDecodeSchedule, target: Target) -> None:
+    """Raises SpecError where blocks that take turns at experts' tiles do not fit a spec or a target."""
+    check_experts(family, spec)
     legality.check_schedule(spec, s, target)
     room = blocks_per_sm(known_plan(spec, s), target)
     if room < s.max_blocks_per_sm:

@@ -32,6 +32,8 @@ class ExpertsDecodeSchedule(Schedule):
     """
 
     token_tiles: ClassVar[tuple[int, ...]] = TOKENS
+    most_overlapping: ClassVar[int] = TOKENS[-1]
+    """Slots of a tile, up to which a thread of a candidate has registers for products of two groups."""
 
     max_blocks_per_sm: int = 2
 

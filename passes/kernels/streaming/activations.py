@@ -134,7 +134,8 @@ class SumsOfX:
         rows = copy_layout((1, s.columns, self.width), 32 * s.warps_n, vector).permute((0, 2, 1))
         limit = (self.width, 1, 0, self.count) if self.block.spec.k % s.step_k else ()
         boundary, buffer = (self.block.step_boundary, "none", "clamp"), self.buffers[self.block.slot]
-        self.p.copy_async(self.view, buffer, (step, 0, 0), spatial(s.warps_k, 1, 1) * rows, boundary, limit)
+        layout = spatial(s.warps_k, 1, 1) * rows
+        self.block.work.copy_x(self.view, buffer, (step, 0, 0), 2, layout, boundary, limit)
 
     def load(self, start: int, columns: int, layout: Layout) -> Tile:
         """Returns the sums of some columns of the step: [warps_k, 1, tokens]. layout: of a row of accumulators."""

@@ -135,8 +135,7 @@ class Ending:
         """Returns the numbers of y that sums over all of k become."""
         p, spec, end = self.p, self.spec, self._end
         if spec.compute:
-            x_scales = self.work.of_tokens("x_scales", "f32", (1, -1), (0, 1))
-            total = p.mul(total, p.load(x_scales, (0, 0), total.layout.reduce((0,)), ("none", "clamp")))
+            total = p.mul(total, self.work.scales_of_x(total.layout.reduce((0,))))
         if spec.row_scales and not spec.outliers:  # else before the outliers were added
             total = p.mul(total, end.per_row("row_scales", "f32", total, first_row))
         return end.numbers(total, first_row)

@@ -96,9 +96,14 @@ class Work:
         boundary: Sequence[str],
         limit: Sequence[int],
     ) -> None:
-        """Starts to copy the block's tokens, which are along dim `dim` of a view of x, in whole pieces of 16 bytes."""
+        """Starts to copy the block's tokens, which are along dim `dim` of a view of x or of its sums."""
         places = (*offsets[:dim], self.first_row_of_x, *offsets[dim + 1 :])
         self.p.copy_async(x, target, places, layout, boundary, limit)
+
+    def scales_of_x(self, layout: Layout) -> Tile:
+        """Returns the scales of the block's tokens [1, tokens], of x in 8 bits."""
+        x_scales = self.of_tokens("x_scales", "f32", (1, -1), (0, 1))
+        return self.p.load(x_scales, (0, 0), layout, ("none", "clamp"))
 
     def first_row(self) -> Scalar:
         """Returns the first row of the block's sums."""
@@ -157,9 +162,19 @@ class ExpertWork(Work):
         boundary: Sequence[str],
         limit: Sequence[int],
     ) -> None:
-        """Starts to copy the rows of x that the parameter "rows" names for the slots of the token tile."""
+        """Starts to copy the rows of x that the parameter "rows" names for the slots of the token tile; zeros, if
+        something has to be there, for slots beyond them, which nobody stores."""
         places = (*offsets[:dim], self.first_slot, *offsets[dim + 1 :])
-        self.p.copy_rows(x, self._slots, target, places, dim, layout, boundary, limit)
+        of_rows = [*boundary]
+        of_rows[dim] = "zero" if boundary[dim] == "clamp" else boundary[dim]
+        self.p.copy_rows(x, self._slots, target, places, dim, layout, of_rows, limit)
+
+    def scales_of_x(self, layout: Layout) -> Tile:
+        """Returns the scales of the rows of x that the parameter "rows" names for the slots of the token tile."""
+        p = self.p
+        rows = p.global_view(p["rows"], "i32", (1, -1), (0, 1), sizes=[self.end])
+        scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
+        return p.gather(scales, (0,), p.load(rows, (0, self.first_slot), layout, ("none", "clamp")))
 
     def first_row(self) -> Scalar:
         return self.first_block * ROWS
