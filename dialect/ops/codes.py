@@ -25,8 +25,8 @@ def _check_subtraction(op: Any, format_: DType, result: Reg) -> None:
     has_offset = op.offset is not None
     expect(len(op.zeros) + has_offset <= 1, "zeros and offset", "one of them at most", "both")
     if not op.zeros and not has_offset:
-        signed = result.element != "i8" or format_.kind == "int"
-        expect(signed, "element of the result with nothing to subtract", "f8E4M3FN or ui8", "i8")
+        fits = result.element != "i8" or format_.kind == "int"
+        expect(fits, "element of the result with nothing to subtract", "f8E4M3FN or ui8", "i8")
         return
     check_shifted(format_)
     expect(result.element != "ui8", "element of the result with a sign", "f8E4M3FN or i8", "ui8")

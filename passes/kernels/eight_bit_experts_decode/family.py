@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 _MOST, _MOST_WITH_SUMS = 64, 24
-"""Slots of a tile, up to which dense kernels that stream weights are predicted to be as fast as those for prompts; and
-where sums of x make up for what those subtract from codes, which they can't where a code has 8 bits."""
+"""Slots of a tile, up to which dense kernels that stream weights are predicted to be as fast as those for prompts. The
+latter subtract zeros from codes, where these need sums of x; but from codes of 8 bits they can't."""
 
 
 class EightBitExpertsDecode(ExpertsDecode):
@@ -34,9 +34,7 @@ class EightBitExpertsDecode(ExpertsDecode):
     operation: ClassVar[Operation] = "quantized_expert_matmul"
     schedule_type = EightBitExpertsDecodeSchedule
 
-    def candidates(
-        self, spec: MatmulSpec, token_tile: int, target: Target
-    ) -> Sequence[ExpertsDecodeSchedule]:
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
         with_sums = spec.compute is not None and sums_correct(spec.dtype, spec.compute, spec.zeros)
         most = _MOST_WITH_SUMS if with_sums and spec.dtype.bits < 8 else _MOST
         return super().candidates(spec, token_tile, target) if token_tile <= most else ()

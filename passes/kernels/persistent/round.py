@@ -30,8 +30,8 @@ class Round:
     def step(self) -> int:
         """Columns of a round: a multiple of the group, or a part of it, unless rounds would get too long.
 
-        A panel of a round has the same stage in all rounds, or, where rounds fill half of the stages, in every other
-        one. So it is where a tenth less columns are visited than in rounds of all stages, which end beyond the last.
+        A panel of a round has the same stage in all rounds; where rounds fill half of the stages, in every other one.
+        They do so if that visits a tenth fewer columns: rounds of all stages may end far beyond the last column.
         """
         longest, *shorter = self.steps
         return next((step for step in shorter if self._visited(step) <= 0.9 * self._visited(longest)), longest)

@@ -105,20 +105,17 @@ class ExpertKernels:
 
     def _by_request(self, tokens: int) -> dict[KernelRequest, tuple[MatmulSpec, int, int]]:
         """Returns the kernels, each with its matrix, a token tile, and a number of slots that it serves."""
-        on, found = parse_target(self.target), dict[KernelRequest, tuple[MatmulSpec, int, int]]()
+        on, first = parse_target(self.target), dict[tuple[MatmulSpec, KernelSchedule], tuple[MatmulSpec, int, int]]()
         tiles = _tiles(self.gate_up, self.down, self.target)
         matrices = [(m, {kind: replace(kind, permuted=False) for kind in m.kinds}) for m in (self.gate_up, self.down)]
-        seen: set[tuple[MatmulSpec, int, KernelSchedule | None]] = set()
         for slots in range(self.top_k, self.top_k * tokens * self.sources + 1, self.top_k):
             tile = tile_for(tiles, slots, self.among or self.gate_up.experts)
             for spec, kinds in matrices:
                 in_order = kinds[spec.for_rows(slots)]
                 schedule = schedule_for_few(in_order, tile, slots, on)
-                if (in_order, tile, schedule) not in seen:
-                    seen.add((in_order, tile, schedule))
-                    if schedule is not None:
-                        found.setdefault(request(in_order, on, schedule), (spec, tile, slots))
-        return found
+                if schedule is not None:
+                    first.setdefault((in_order, schedule), (spec, tile, slots))
+        return {request(in_order, on, schedule): where for (in_order, schedule), where in first.items()}
 
     def __str__(self) -> str:
         on = parse_target(self.target)
