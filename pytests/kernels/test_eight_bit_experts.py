@@ -220,8 +220,10 @@ def test_every_size_of_tiles_has_a_kernel(compute: dict[str, Any]) -> None:
     spec = MatmulSpec(128 * 1536, 2048, "u4", 128, **compute, experts=128)
     kinds = {tile: type(schedule_for(spec, tile, HOPPER)) for tile in tiles_of(spec, HOPPER)}
     few, many, streaming = EightBitExpertsMmaSchedule, EightBitExpertsSchedule, EightBitExpertsDecodeSchedule
-    of_few = dict.fromkeys((16, 32, 64), few) if spec.folds else dict.fromkeys((8, 16, 24, 32, 48, 64), streaming)
-    assert kinds == of_few | dict.fromkeys((64, 96, 128, 192, 256) if spec.folds else (96, 128, 192, 256), many)
+    of_few = dict.fromkeys((8, 16, 24, 32, 48, 64), streaming)
+    if spec.folds:
+        of_few = dict.fromkeys((16, 32), few) | {64: many}
+    assert kinds == of_few | dict.fromkeys((96, 128, 192, 256), many)
     assert {type(schedule_for(spec, tile, ADA)) for tile in tiles_of(spec, ADA) if tile > 16} == {few}
 
 
