@@ -57,6 +57,7 @@ class Chooser:
         self._spec, self._target = spec, target
         self._predicted: dict[int, Choice] = {}
         self._not_below: dict[int, float] = {}  # microseconds that no candidate for a token tile takes less than
+        self._ordered: dict[tuple[str, MatmulSpec, int], list[Candidates[Any]]] = {}
 
     @cached_property
     def order(self) -> SumOrder | None:
@@ -83,7 +84,17 @@ class Chooser:
         """Whether a family has a kernel for a token tile, of the order of sums that is demanded."""
         if self.order is None:
             return True
-        return any(group.schedules for group in family.in_order(spec, token_tile, self._target, self.order))
+        return any(group.schedules for group in self._in_order(family, spec, token_tile, self.order))
+
+    def _in_order(
+        self, family: KernelFamily[Any], spec: MatmulSpec, token_tile: int, order: SumOrder
+    ) -> list[Candidates[Any]]:
+        """The schedules of a family for a token tile in the matmul's order of sums. They are kept, since they are
+        asked for again for every narrower token tile."""
+        key = family.name, spec, token_tile
+        if key not in self._ordered:
+            self._ordered[key] = list(family.in_order(spec, token_tile, self._target, order))
+        return self._ordered[key]
 
     @cached_property
     def token_tiles(self) -> tuple[int, ...]:
@@ -253,7 +264,7 @@ class Chooser:
         for family in self.families(token_tile):
             if family.least_time(spec, token_tile, target) < below:
                 if self.order:
-                    groups = family.in_order(spec, token_tile, target, self.order)
+                    groups = self._in_order(family, spec, token_tile, self.order)
                 else:
                     of_family = family.new_groups if family in settled else family.groups
                     groups = of_family(spec, token_tile, target)

@@ -10,7 +10,7 @@ and results are to be the same on all of an architecture.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,10 @@ from lowbit.passes.target import Target
 TOKENS, MANY = (1, 4, 16, 64), (512, 4096)
 SLACK = 1.05
 """Times as long as with the best order few tokens may take, for many to take less."""
+
+
+_Groups = Sequence[tuple[int, Sequence[Candidates[Any]]]]
+"""Token tiles, as `_tiles` has them, with the schedules of an order."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +63,23 @@ def predicted_order(spec: MatmulSpec, target: Target) -> SumOrder:
 def ranked_orders(spec: MatmulSpec, target: Target, slack: float = SLACK) -> list[Ranked]:
     """Returns the orders with which few tokens are predicted to take at most `slack` times as long as with the best."""
     best, few = math.inf, dict[SumOrder, float]()
-    for least, family, order in sorted(_bounded(spec, target), key=lambda each: each[0]):
+    for least, family, order, groups in sorted(_bounded(spec, target), key=lambda each: each[0]):
         if least > slack * best:
             break
-        few[order] = _mean(_fastest(family, spec, tile, target, order) for tile in _tiles(family, spec, target))
+        few[order] = _mean(_fastest(family, spec, tile, target, of_tile) for tile, of_tile in groups)
         best = min(best, few[order])
     kept = [(order, time) for order, time in few.items() if time <= slack * best and math.isfinite(time)]
     return [Ranked(order, time, _many(spec, target, order)) for order, time in kept]
 
 
-def _bounded(spec: MatmulSpec, target: Target) -> Iterable[tuple[float, KernelFamily[Any], SumOrder]]:
-    """Yields all orders with their families, and the mean time that their kernels are not predicted to be below."""
+def _bounded(spec: MatmulSpec, target: Target) -> Iterable[tuple[float, KernelFamily[Any], SumOrder, _Groups]]:
+    """Yields all orders with their families, the mean time that their kernels are not predicted to be below, and their
+    schedules."""
     for family in FAMILIES.values():
         if family.operation in operations_of(spec) and (tiles := _tiles(family, spec, target)):
             for order in family.orders(spec, target):
-                yield _mean(_least(family.in_order(spec, tile, target, order)) for tile in tiles), family, order
+                groups = [(tile, list(family.in_order(spec, tile, target, order))) for tile in tiles]
+                yield _mean(_least(of_tile) for _, of_tile in groups), family, order, groups
 
 
 def _tiles(family: KernelFamily[Any], spec: MatmulSpec, target: Target) -> list[int]:
@@ -103,7 +109,8 @@ def _any_family(
     """Returns the least time that is predicted of the schedules of some families in an order."""
     families = (f for f in FAMILIES.values() if f.operation in operations_of(spec) and suits(f))
     serving = (f for f in families if tile in f.token_tiles(spec, target))
-    return min((_fastest(f, spec, tile, target, order) for f in serving), default=math.inf)
+    groups = ((family, family.in_order(spec, tile, target, order)) for family in serving)
+    return min((_fastest(family, spec, tile, target, each) for family, each in groups), default=math.inf)
 
 
 def _mean(times: Iterable[float]) -> float:
@@ -115,10 +122,12 @@ def _least(groups: Iterable[Candidates[Any]]) -> float:
     return min((group.least for group in groups), default=math.inf)
 
 
-def _fastest(family: KernelFamily[Any], spec: MatmulSpec, tile: int, target: Target, order: SumOrder) -> float:
-    """Returns the least time that is predicted of schedules in an order; inf where there are none."""
+def _fastest(
+    family: KernelFamily[Any], spec: MatmulSpec, tile: int, target: Target, groups: Iterable[Candidates[Any]]
+) -> float:
+    """Returns the least time that is predicted of schedules for a token tile; inf where there are none."""
     best = math.inf
-    for group in sorted(family.in_order(spec, tile, target, order), key=lambda group: group.least):
+    for group in sorted(groups, key=lambda group: group.least):
         if group.least >= best:
             break
         best = min([best, *(family.predict(spec, tile, s, target) for s in group.schedules)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,17 +59,9 @@ class EightBitInOrder(InOrderFamily[EightBitInOrderSchedule]):
     def _of_kind(
         self, spec: MatmulSpec, token_tile: int, target: Target, kind: EightBitInOrderSchedule
     ) -> list[EightBitInOrderSchedule]:
-        """The candidates of a kind: the first of `PRODUCTS` with registers enough, in the panels of which chains take
-        the fewest columns, and cuts of the last tiles."""
-        for parts, banks in PRODUCTS:
-            if kind.tokens % (16 * parts) == 0:
-                some = replace(kind, parts=parts, banks=banks)
-                panels = (replace(some, panel_k=panel_k, num_stages=stages) for panel_k, stages in _PANELS)
-                if fitting := [s for s in panels if self.fits(spec, s, target)]:
-                    best = min(fitting, key=lambda s: bytes_plan(spec, s, WGMMA).base.tiles.columns)
-                    found = with_slices(spec, token_tile, [best], target)
-                    return [s for s in found if self.fits(spec, s, target)]
-        return []
+        """The candidates of a kind: with its products and panels, and cuts of the last tiles."""
+        found = with_slices(spec, token_tile, _with_panels(self, spec, target, kind), target)
+        return [s for s in found if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitInOrderSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
@@ -90,3 +82,18 @@ class EightBitInOrder(InOrderFamily[EightBitInOrderSchedule]):
 
     def spills(self, spec: MatmulSpec, schedule: EightBitInOrderSchedule) -> bool:
         return legality.spills(spec, schedule)
+
+
+@lru_cache(maxsize=1024)  # the kinds of some orders, which all token tiles have
+def _with_panels(
+    family: EightBitInOrder, spec: MatmulSpec, target: Target, kind: EightBitInOrderSchedule
+) -> tuple[EightBitInOrderSchedule, ...]:
+    """Returns a kind with the first of `PRODUCTS` that leave registers enough, in the panels of which chains take the
+    fewest columns, as one schedule; none where none fit."""
+    for parts, banks in PRODUCTS:
+        if kind.tokens % (16 * parts) == 0:
+            some = replace(kind, parts=parts, banks=banks)
+            panels = (replace(some, panel_k=panel_k, num_stages=stages) for panel_k, stages in _PANELS)
+            if fitting := [s for s in panels if family.fits(spec, s, target)]:
+                return (min(fitting, key=lambda s: bytes_plan(spec, s, WGMMA).base.tiles.columns),)
+    return ()

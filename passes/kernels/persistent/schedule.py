@@ -81,9 +81,8 @@ class PrefillSchedule(KernelSchedule):
         if self.last_split_k not in (1, self.cluster) or (self.last_split_k > 1 and not self.last_tokens):
             given = f"cluster={self.cluster} and last_tokens={self.last_tokens}"
             raise SpecError(f"schedule: last_split_k={self.last_split_k} needs as many blocks and slices, got {given}")
-        sizes = (0, *self.slice_sizes(self.last_split_k))
-        if self.last_tokens not in sizes:
-            words = ", ".join(map(str, sizes))
+        if self.last_tokens and self.last_tokens not in (sizes := self.slice_sizes(self.last_split_k)):
+            words = ", ".join(map(str, (0, *sizes)))
             raise SpecError(f"schedule: last_tokens={self.last_tokens} must be one of {words} for {self._whole}")
 
     def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -61,12 +61,8 @@ class PrefillInOrder(InOrderFamily[PrefillInOrderSchedule]):
     def _of_kind(
         self, spec: MatmulSpec, token_tile: int, target: Target, kind: PrefillInOrderSchedule
     ) -> list[PrefillInOrderSchedule]:
-        """The candidates of a kind: with the panels of which chains take the fewest columns, and cuts of the last
-        tiles."""
-        panels = (replace(kind, panel_k=panel_k, num_stages=stages) for panel_k, stages in _PANELS)
-        fitting = [s for s in panels if self.fits(spec, s, target)]
-        best = sorted(fitting, key=lambda s: PersistentPlan(spec, s, WGMMA).tiles.columns)[:1]  # stable
-        found = with_slices(spec, token_tile, best, target)
+        """The candidates of a kind: with its panels, and cuts of the last tiles."""
+        found = with_slices(spec, token_tile, _with_panels(self, spec, target, kind), target)
         return [s for s in found if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillInOrderSchedule, target: Target) -> float:
@@ -88,3 +84,13 @@ class PrefillInOrder(InOrderFamily[PrefillInOrderSchedule]):
 
     def spills(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> bool:
         return legality.spills(spec, schedule)
+
+
+@lru_cache(maxsize=1024)  # the kinds of some orders, which all token tiles have
+def _with_panels(
+    family: PrefillInOrder, spec: MatmulSpec, target: Target, kind: PrefillInOrderSchedule
+) -> tuple[PrefillInOrderSchedule, ...]:
+    """Returns a kind with the panels of which chains take the fewest columns, as one schedule; none where none fit."""
+    panels = (replace(kind, panel_k=panel_k, num_stages=stages) for panel_k, stages in _PANELS)
+    fitting = [s for s in panels if family.fits(spec, s, target)]
+    return tuple(sorted(fitting, key=lambda s: PersistentPlan(spec, s, WGMMA).tiles.columns)[:1])  # stable
