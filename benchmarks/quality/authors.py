@@ -20,9 +20,9 @@ import torch
 import lowbit
 from benchmarks.quality import adapters
 from benchmarks.quality.layers import TEXTS, Layer
-from benchmarks.quality.ranges import by_kurtosis, loss_of, mean
-from benchmarks.quality.references import FAIR
+from benchmarks.quality.ranges import by_kurtosis, loss_of
 from benchmarks.quality.section import Record, Section
+from benchmarks.quality.spread import over_draws, verdict, worst
 from benchmarks.tables import markdown
 
 SECTION = Section("authors", "authors")
@@ -91,14 +91,14 @@ REFERENCES = tuple(_references())
 
 @torch.no_grad()
 def measure(given: Iterable[Layer]) -> Iterator[Record]:
-    """Yields a record for each layer: its kurtosis, and by reference the ratio of errors on each text but the first;
-    where theirs has outliers, the part of the weights that are outliers, of ours and of theirs. None where no library
-    is installed."""
+    """Yields a record for each layer and draw: its kurtosis, and by reference the ratio of errors on each text but the
+    first; where theirs has outliers, the part of the weights that are outliers, of ours and of theirs. None where no
+    library is installed."""
     found = [each for each in REFERENCES if each.is_there]
     for each in sorted({each.library for each in REFERENCES} - {each.library for each in found}):
         print(f"{each} is left out: it is not installed ({CLONES.get(each, f'pip install {each}')})", file=sys.stderr)
     for layer in given if found else ():
-        yield {"layer": layer.label, "kurtosis": round(layer.kurtosis, 2), **_compared(layer, found)}
+        yield {**layer.about, **_compared(layer, found)}
 
 
 def _compared(layer: Layer, references: Iterable[Reference]) -> Record:
@@ -123,13 +123,9 @@ def table(records: list[Record]) -> str:
 
 
 def _row(name: str, records: list[Record], parts: Iterable[list[Record]]) -> list[str]:
-    held, other = ([record["ratios"][name][text] for record in records] for text in (0, 1))
-    means = [mean([record["ratios"][name][0] for record in part]) for part in parts]
-    numbers = [*means, max(held), mean(other)]
-    exception = f", but one layer is {max(held) - 1:.0%} worse" if max(held) > FAIR else ""
-    return [name, *(f"{number:.2f}" for number in numbers), verdict([*means, mean(other)]) + exception]
+    def held(record: Record) -> float:
+        return record["ratios"][name][0]
 
-
-def verdict(means: list[float]) -> str:
-    """Returns the word for ratios of errors: by the largest, as no kind of layer or text may lose."""
-    return "better" if max(means) < 1 / FAIR else "equal or better" if max(means) <= FAIR else "worse"
+    means, other = [over_draws(part, held) for part in parts], over_draws(records, lambda each: each["ratios"][name][1])
+    layer = worst(records, held)[1]
+    return [name, *map(str, (*means, layer, other)), verdict([*means, other], layer)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ import lowbit
 from benchmarks.quality.measure import GROUP, float_inputs, losses, predictions, quantized, texts
 from benchmarks.quality.model import Block, Transformer, load
 from benchmarks.quality.section import Record, Section
+from benchmarks.quality.spread import Spread
 from benchmarks.tables import markdown
 
 SECTION = Section("draws", "draws")
@@ -79,9 +81,8 @@ def table(records: list[Record]) -> str:
     rows = []
     for method, name in (("rtn", "RTN"), ("gptq", "GPTQ")):
         found = [_of_orders(records, bits, method) for bits in WIDTHS]
-        rows.append([name, *(f"{_mean(each):+.3f} ± {_deviation(each):.3f}" for each in found)])
-    cells = [f"{_mean(each):+.3f} ± {interval(each):.3f}" for each in differences(records)]
-    rows.append(["GPTQ less RTN", *cells])
+        rows.append([name, *(f"{Spread.of(each):+.3f}" for each in found)])
+    rows.append(["GPTQ less RTN", *(f"{interval(each):+.3f}" for each in differences(records))])
     return markdown(["", *(f"{bits} bits" for bits in WIDTHS)], rows)
 
 
@@ -96,17 +97,9 @@ def _of_orders(records: list[Record], bits: int, method: str) -> list[float]:
     return [r["above"] for r in records if (r["bits"], r["method"]) == (bits, method)]
 
 
-def interval(numbers: list[float]) -> float:
-    """Returns half the width of the 95 % interval of a mean, of two dozen numbers and more."""
-    return 2.07 * _deviation(numbers) / math.sqrt(len(numbers))
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def _deviation(numbers: list[float]) -> float:
-    return float(torch.tensor(numbers).std())
+def interval(numbers: list[float]) -> Spread:
+    """Returns the mean of two dozen numbers and more, with half the width of its 95 % interval."""
+    return Spread(statistics.fmean(numbers), 2.07 * statistics.stdev(numbers) / math.sqrt(len(numbers)))
 
 
 if __name__ == "__main__":

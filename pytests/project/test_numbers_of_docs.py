@@ -18,6 +18,8 @@ import pytest
 
 import lowbit
 from benchmarks.models import read
+from benchmarks.quality import references
+from benchmarks.quality.measure import K_QUANTS
 from benchmarks.results import Results
 from lowbit.dialect import spec
 from lowbit.dialect.formats.dtypes import dtype
@@ -224,6 +226,24 @@ def quality() -> Iterable[str]:
     gains = [1 - divergence[plan] / divergence[name] for name, plan in plans_of_candidates()]
     low, high = ends(gain for gain in gains if gain > 0.005)
     yield f"a candidate's size {100 * low:.0f} to {100 * high:.0f} % less"
+    yield from beside_llama_cpp()
+
+
+def beside_llama_cpp() -> Iterable[str]:
+    found, kinds = records("references"), set(product(references.TYPES, references.GIVEN))
+    means, layers = zip(*(references.errors(name, "no", found) for name in K_QUANTS))
+    low, high = ends(each.mean for each in means)
+    yield f"at most {max(each.mean for each in layers):.2f} times the output error of llama.cpp's search in every layer"
+    yield f"and {low:.2f} to {high:.2f} of it on average; with importances"
+    means, layers = zip(*(references.errors(name, "yes", found) for name in K_QUANTS))
+    low, high = ends(each.mean for each in means)
+    yield f"with importances {low:.2f} to {high:.2f}, and up to {max(each.mean for each in layers):.2f} in a layer"
+    others = {(name, "no") for name in ("q4_0", "q4_1", "q5_0", "q5_1")} | {("q8_0", "no"), ("q8_0", "yes")}
+    low, high = ends(references.times(*kind, found) for kind in kinds - others)
+    yield f"Where both search, ours takes {low:.1f} to {high:.1f} times as long"
+    low, high = ends(references.times(*kind, found) for kind in others)
+    least, most = ends(100 * (1 - references.errors(*kind, found)[0].mean) for kind in others)
+    yield f"ours takes {low:.0f} to {high:.0f} times as long, for {least:.0f} to {most:.0f} % less error"
 
 
 def cpu() -> Iterable[str]:

@@ -34,6 +34,7 @@ from benchmarks.quality import (
     report,
     spqr,
     spqr_plans,
+    spread,
     train,
     whisper,
 )
@@ -75,7 +76,8 @@ def test_gptq_is_not_worse_than_rounding_by_perplexity() -> None:
     records = draws.SECTION.records()
     assert len(records) == len(draws.WIDTHS) * len(draws.METHODS) * draws.DRAWS
     more = dict(zip(draws.WIDTHS, draws.differences(records)))
-    at_most = {bits: sum(each) / len(each) + draws.interval(each) for bits, each in more.items()}
+    intervals = {bits: draws.interval(each) for bits, each in more.items()}
+    at_most = {bits: found.mean + (found.deviation or 0) for bits, found in intervals.items()}
     assert at_most[6] < 0 and max(at_most.values()) < 0.01
 
 
@@ -229,9 +231,10 @@ def test_pages_have_the_tables_of_their_records(module: Any) -> None:
 
 def test_no_type_of_gguf_is_worse_than_llama_cpp() -> None:
     """By the mean over layers; without data, in no layer either."""
-    for record in references.SECTION.records():
-        mean = math.exp(sum(map(math.log, record["errors"])) / len(record["errors"]))
-        assert mean <= references.FAIR and (record["importances"] or max(record["errors"]) <= references.FAIR)
+    records = references.SECTION.records()
+    for name, given in itertools.product(references.TYPES, references.GIVEN):
+        mean, worst = references.errors(name, given, records)
+        assert mean.mean <= spread.FAIR and (given == "yes" or worst.mean <= spread.FAIR)
 
 
 def test_no_quantizer_is_worse_than_its_authors() -> None:
@@ -247,34 +250,38 @@ def test_no_quantizer_is_worse_than_its_authors() -> None:
 def test_what_is_default_with_data_is_the_best_of_its_time() -> None:
     """No method of at most three times GPTQ's time, and no more bits, has less error in any kind of layer or text."""
     records = methods.SECTION.records()
-    for width in methods.WIDTHS:
+    for width, name in itertools.product(methods.WIDTHS, methods.METHODS):
         mine = [record for record in records if record["weight"] == width]
-        base = [record["methods"][methods.BASE] for record in mine]
-        for name in methods.METHODS:
-            found = [record["methods"][name] for record in mine]
-            times = ranges.mean([a["seconds"] / b["seconds"] for a, b in zip(found, base, strict=True)])
-            if times > 3 or found[0]["bits"] > base[0]["bits"]:
-                continue
-            for part in ranges.by_kurtosis(mine).values():
-                pairs = [(each["methods"][name], each["methods"][methods.BASE]) for each in part]
-                for text in (0, 1):
-                    assert ranges.mean([a["errors"][text] / b["errors"][text] for a, b in pairs]) >= 1, name
+        found, base = (mine[0]["methods"][each] for each in (name, methods.BASE))
+        if methods.relative(name, mine, lambda each: each["seconds"]).mean > 3 or found["bits"] > base["bits"]:
+            continue
+        for part, error in itertools.product(ranges.by_kurtosis(mine).values(), (_held_out, _other)):
+            assert methods.relative(name, part, error).mean >= 1, name
+
+
+def _held_out(measured: Any) -> float:
+    return measured["errors"][0]
+
+
+def _other(measured: Any) -> float:
+    return measured["errors"][1]
 
 
 def test_methods_are_measured_beside_gptq(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every fourth layer, with the time of each."""
+    """In every fourth layer and each of its draws, with the time of each."""
     weight, x = torch.randn(32, 128), lowbit.Calibration(128)
     x.add(torch.randn(500, 128) * torch.rand(128))
-    given = [layers.Layer("some", str(i), weight, dict.fromkeys(layers.TEXTS, x)) for i in range(5)]
+    x = dict.fromkeys(map(str, layers.TEXTS), x)
+    given = [layers.Layer("some", str(i), weight, x, draw) for i in range(5) for draw in range(1 + i // 4)]
     names = (methods.BASE, "rounding to nearest")
     monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name] for name in names})
     records = list(methods.measure(given))
-    found = [(each["layer"], each["weight"]) for each in records]
-    assert found == [(f"some {i}", w) for i in (0, 4) for w in methods.WIDTHS]
+    found = [(each["layer"], each["draw"], each["weight"]) for each in records]
+    assert found == [(f"some {i}", draw, w) for i, draw in ((0, 0), (4, 0), (4, 1)) for w in methods.WIDTHS]
     for record in records:
         gptq, rounded = (record["methods"][name] for name in names)
         assert gptq["errors"][0] < rounded["errors"][0] and gptq["bits"] == rounded["bits"]
-    assert methods.table(records).count("| u3, ") == 2
+    assert methods.table(records).count("| u3, ") == 2 and "| 1.00 ± 0.00 |" in methods.table(records)
 
 
 def test_roots_of_a_hessian_stand_for_inputs() -> None:
@@ -303,9 +310,19 @@ def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
     records = ranges.SECTION.records()
     assert sum(record["kurtosis"] > LARGE for record in records) >= 11
     assert {record["layer"].split()[0] for record in records} == set(layers.MODELS)
-    worst = {name: max(record["ratios"][name] for record in records) for name in ranges.CONFIGS}
+    worst = {name: ranges.worst_of(name, records)[1].mean for name in ranges.CONFIGS}
     limits = {name: ranges.KNOWN.get(name, ranges.WORST) for name in worst}
     assert {name: ratio for name, ratio in worst.items() if ratio > limits[name]} == {}
+
+
+@pytest.mark.parametrize("module", [references])
+def test_tables_of_layers_have_three_draws(module: Any) -> None:
+    """Of some layers."""
+    drawn: dict[str, set[int]] = {}
+    for record in module.SECTION.records():
+        drawn.setdefault(record["layer"], set()).add(record["draw"])
+    often = {layer for layer in drawn if drawn[layer] == set(range(layers.DRAWS))}
+    assert len(often) >= 3 and all(drawn[layer] == {0} for layer in drawn.keys() - often)
 
 
 def test_ranges_that_are_a_little_wider() -> None:
@@ -329,9 +346,31 @@ def test_a_model_that_is_not_installed_is_left_out(monkeypatch: Any, capsys: Any
         list(layers.layers(["other"]))
 
 
+def _verdict(ratio: float, deviation: float | None = None, worst: spread.Spread | None = None) -> str:
+    parts = [spread.Spread(0.5, 1.0), spread.Spread(ratio, deviation)]
+    return spread.verdict(parts, worst or parts[1])
+
+
 def test_verdicts_are_by_the_worst_kind_of_layer() -> None:
-    found = [authors.verdict([0.5, ratio]) for ratio in (0.9, 1.0, 1.03, 1.04)]
-    assert found == ["better", "equal or better", "equal or better", "worse"]
+    """And by its spread, within which a ratio may be 1."""
+    words = ["better", "equal within 3 %", "equal within 3 %", "worse, but one layer is 4 % worse"]
+    assert [_verdict(ratio) for ratio in (0.9, 0.98, 1.03, 1.04)] == words
+    assert [_verdict(ratio, 0.05) for ratio in (0.94, 0.96, 1.04)] == ["better", *["equal within the spread"] * 2]
+    assert _verdict(0.9, 0, spread.Spread(1.08, 0.02)) == "better, but one layer is 8 ± 2 % worse"
+    assert _verdict(0.9, 0, spread.Spread(1.08, 0.09)) == "better"
+
+
+def test_spread_over_draws() -> None:
+    """Of layers' geometric mean, by those that were drawn most often."""
+    ratios = {("a", 0): 1.0, ("a", 1): 4.0, ("b", 0): 1.0, ("b", 1): 1.0, ("c", 0): 3.2}
+    records = [{"layer": layer, "draw": draw, "ratio": ratio} for (layer, draw), ratio in ratios.items()]
+    found = spread.over_draws(records, lambda each: each["ratio"])
+    assert found.mean == pytest.approx(2) and found.deviation == pytest.approx(1 / math.sqrt(2))
+    layer, worst = spread.worst(records, lambda each: each["ratio"])
+    assert layer == "c" and str(worst) == "3.20"
+    _, worst = spread.worst(records[:4], lambda each: each["ratio"])
+    assert f"{worst} or {worst:+.1f}" == "2.50 ± 2.12 or +2.5 ± 2.1"
+    assert spread.Spread.of([0.5]) == spread.Spread(0.5, None)
 
 
 def _found(weight: torch.Tensor, config: lowbit.QuantConfig) -> adapters.Found:
@@ -379,7 +418,7 @@ def test_nothing_that_was_measured_is_no_table(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("kurtosis", [3.0, 20.0])
 def test_tables_of_layers_of_one_kind(kurtosis: float) -> None:
     """They have no column for the other kind."""
-    of = {"layer": "a", "kurtosis": kurtosis}
+    of = {"layer": "a", "draw": 0, "kurtosis": kurtosis}
     half = dict.fromkeys(ranges.CONFIGS, 0.5)
     found = ranges.table([of | {"ratios": half, "other": half}])
     found += authors.table([of | {"ratios": {"other": [0.5, 0.5]}}])
@@ -406,7 +445,9 @@ def test_no_model_is_loaded_for_records_that_exist(monkeypatch: pytest.MonkeyPat
 def test_loading_layers_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(layers, "TOKENS", 256)
-    assert len(list(layers.layers(["little"]))) == 8 and list(tmp_path.iterdir()) == []
+    found = [each.about for each in layers.layers(["little"])]
+    assert len(found) == 8 + 2 * (layers.DRAWS - 1) and [each["draw"] for each in found][7:] == [0, 1, 1, 2, 2]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_intervals() -> None:
