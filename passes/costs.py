@@ -31,6 +31,7 @@ class EngineCosts:
     decode_raw    times as many, where codes are multiplied as they are stored
     decode_float  times as many for floats
     decode_table  clocks for tables, whatever the bits
+    e4m3          clocks more for 256 codes that are multiplied as f8e4m3, where tensor cores get them as f16
     """
 
     memory: float
@@ -53,6 +54,7 @@ class EngineCosts:
     decode_raw: float
     decode_float: float
     decode_table: float
+    e4m3: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class EightBitPrefillCosts:
     per_panel       of decoding: of a panel
     decoding        of decoding: of 128 columns
     folding, table, wide  more if scales are folded in, of tables, and of codes of 8 bits
-    zeros           more where zeros that are integers are subtracted from codes
+    zeros           more where zeros, or offsets of signed codes, are subtracted from codes
     narrow          tokens up to which sharing x gains nothing
     """
 

@@ -23,7 +23,7 @@ BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8", "i8": "i8"}
 def _check_subtraction(op: Any, format_: DType, result: Reg) -> None:
     """Raises Mismatch unless the number that `decode_bytes` subtracts fits the format and the result."""
     has_offset = op.offset is not None
-    expect(len(op.zeros) + has_offset <= 1, "zeros and offset", "one of them at most", "both")
+    expect(not (op.zeros and has_offset), "zeros and offset", "one of them at most", "both")
     if not op.zeros and not has_offset:
         fits = result.element != "i8" or format_.kind == "int"
         expect(fits, "element of the result with nothing to subtract", "f8E4M3FN or ui8", "i8")
@@ -34,6 +34,11 @@ def _check_subtraction(op: Any, format_: DType, result: Reg) -> None:
         expect(result.element == "f8E4M3FN", "element of the result with an offset", "f8E4M3FN", result.element)
         in_range(op.offset, "offset", 1, 1 << (format_.bits - 1))
     rows = result.layout.reduce((result.layout.rank - 1,))
+    if op.zeros:
+        fragments_ = fragments(result.layout, MMA_M16N8K32_A, "result")
+        within_warp(fragments_, fragments_.rank - 1, "columns with zeros")
+        parts, blocks = len(op.zeros), fragments_.shape[-1]
+        expect(blocks % parts == 0, "zeros", f"a number that divides the {blocks} blocks of 32 columns", parts)
     for zero in op.zeros:
         expect(format_.bits < 8, "format with zeros", "one of up to 7 bits", format_.name)
         reg = Reg.of(zero.type)
@@ -159,7 +164,7 @@ class DecodeBytesOp(Lowbit.Operation, name="decode_bytes", traits=[ext.Pure]):
 
     From integers as they are stored may be subtracted, so that they are f8E4M3FN or i8 with a sign:
 
-    zeros   none, or one tile [.., rows, 1] of bytes, the integer zero points of one group
+    zeros   tiles [.., rows, 1] of bytes, integer zero points, each for an equal part of the columns, in order; or none
     offset  of f8E4M3FN a number, that of signed codes (`raw_codes.zero_code`), where there are no zeros
     """
 

@@ -90,6 +90,17 @@ func.func @zeros(%codes: !codes, %zeros: !zeros) {
 // -----
 
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!zeros = !lowbit.reg<[16, 1], i8, "local(2, 1).spatial(8, 1).replicated(4)">
+func.func @parts(%codes: !codes, %zeros: !zeros) {
+  // expected-error @below {{zeros: expected a number that divides the 2 blocks of 32 columns, got 3}}
+  %a = "lowbit.decode_bytes"(%codes, %zeros, %zeros, %zeros) {operandSegmentSizes = array<i32: 1, 3>} : (!codes, !zeros, !zeros, !zeros)
+    -> !lowbit.reg<[16, 64], i8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @fragments(%codes: !codes) {
   // expected-error @below {{layout of the source (in fragments): expected local(1, 2), got local(1, 4)}}
   %a = "lowbit.decode_bytes"(%codes) {operandSegmentSizes = array<i32: 1, 0>} : (!codes)

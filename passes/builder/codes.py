@@ -27,11 +27,11 @@ class Codes(Operations):
         return Tile(op.result)
 
     def decode_bytes(
-        self, codes: Tile, element: str, layout: Layout, zeros: Tile | None = None, offset: int = 0
+        self, codes: Tile, element: str, layout: Layout, zeros: Sequence[Tile] = (), offset: int = 0
     ) -> Tile:
         """Codes as bytes that an mma multiplies, f8E4M3FN, ui8 or i8 (`dialect.formats.byte_codes`), less zeros
-        [.., rows, 1] in bytes, or, in f8E4M3FN, less an offset."""
-        op = ops.DecodeBytesOp(codes.value, [] if zeros is None else [zeros.value], Reg(element, layout).type)
+        [.., rows, 1] in bytes, each for an equal part of columns, or, in f8E4M3FN, less an offset."""
+        op = ops.DecodeBytesOp(codes.value, [zero.value for zero in zeros], Reg(element, layout).type)
         op.offset = i64(offset) if offset else None
         return Tile(op.result)
 

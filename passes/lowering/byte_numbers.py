@@ -88,15 +88,16 @@ def _zeros_of(op: Any, c: LoweringContext, reg: Reg) -> Callable[[int], Any] | N
         return lambda i: emit.constant(offset)
     if not op.zeros:
         return None
-    zeros = c.tiles[op.zeros[0]]
-    slots, made = zeros.reg.layout.slots_for(reg.layout), dict[int, Any]()
+    zeros = [c.tiles[each] for each in op.zeros]
+    slots, made = zeros[0].reg.layout.slots_for(reg.layout), dict[tuple[int, int], Any]()
+    columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K32_A)]
 
     def zero(i: int) -> Any:
-        slot = slots[4 * i]
-        if slot not in made:
-            wide = arith.extui(emit.integer(), zeros.scalar(slot))
-            made[slot] = arith.muli(wide, emit.constant(_EVERY_BYTE))
-        return made[slot]
+        part, slot = columns[i // 4] * len(zeros) // (1 + max(columns)), slots[4 * i]
+        if (part, slot) not in made:
+            wide = arith.extui(emit.integer(), zeros[part].scalar(slot))
+            made[part, slot] = arith.muli(wide, emit.constant(_EVERY_BYTE))
+        return made[part, slot]
 
     return zero
 

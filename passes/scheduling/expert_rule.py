@@ -35,16 +35,15 @@ _OF_FEW, _OF_FEW_BYTES = ExpertsDecode(), EightBitExpertsDecode()
 """These have candidates for tiles that they are as fast for as a persistent kernel."""
 _TILES = (8, 16, 32, 64, 128, 192)
 _TILES_OF_WGMMA = (8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256)
-_TILES_OF_BYTES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _BY_MEAN = (
     *((5, 8), (11, 16), (17, 24), (26, 32), (39, 48), (56, 64), (70, 80), (80, 96)),
     *((105, 128), (125, 144), (145, 160), (180, 192), (225, 256), (270, 144), (math.inf, 256)),
 )
 """Mean numbers of slots of an expert, up to which tiles of so many are taken where they all have kernels."""
-_OF_BYTES = ((5, 8), (11, 16), (42, 32), (56, 64), (75, 96), (105, 128), (180, 192), (math.inf, 256))
-"""The same for x of 8 bits, whose kernels have fewer sizes, and for formats whose tiles of 48 would spill."""
+_WITHOUT_48 = ((5, 8), (11, 16), (42, 32), (56, 64), (75, 96), (105, 128), (180, 192), (math.inf, 256))
+"""The same for formats whose tiles of 48 would spill."""
 _WITHOUT_SHORT = ((5, 8), (11, 16), (26, 32), (100, 64), (150, 192), (400, 128), (math.inf, 192))
-"""The same where tiles have 192 slots at most: no kernel multiplies short ones by narrower products."""
+"""The same for mma.sync, which has no tiles of 144, and no narrower products for short ones."""
 
 
 def schedule_for(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule | None:
@@ -87,8 +86,7 @@ def tiles_of(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
 
     Raises SpecError for a spec or a target without any; it says why.
     """
-    by_wgmma = _TILES_OF_BYTES if spec.compute else _TILES_OF_WGMMA
-    tiles = by_wgmma if target.has_wgmma else _TILES
+    tiles = _TILES_OF_WGMMA if target.has_wgmma else _TILES
     found = tuple(tile for tile in tiles if all(schedule_for(kind, tile, target) for kind in spec.kinds))
     if not found:
         for kind in spec.kinds:
@@ -114,6 +112,6 @@ def tile_for(tiles: Sequence[int], slots: int, experts: int) -> int:
 
 
 def _by_mean(tiles: Sequence[int]) -> Sequence[tuple[float, int]]:
-    if tiles[-1] != _BY_MEAN[-1][1]:
+    if 144 not in tiles:
         return _WITHOUT_SHORT
-    return _BY_MEAN if 48 in tiles else _OF_BYTES
+    return _BY_MEAN if 48 in tiles else _WITHOUT_48

@@ -29,6 +29,7 @@ _MMA = EngineCosts(
     decode_raw=0.8,
     decode_float=1.0,
     decode_table=5.0,
+    e4m3=2.5,  # mma.sync becomes conversions and products of f16: instructions counted, not fitted
 )
 _WGMMA = EngineCosts(
     memory=5.4e6,

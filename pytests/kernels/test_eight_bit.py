@@ -21,8 +21,10 @@ from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.registry import request
+from lowbit.passes.kernels.scales.block_scales import Scales
 from lowbit.passes.kernels.streaming import arithmetic, scaling
 from lowbit.passes.kernels.streaming.activations import SumsOfX
+from lowbit.passes.kernels.streaming.plan import KernelPlan
 from lowbit.passes.lowering import byte_numbers
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.targets import parse_target
@@ -126,6 +128,52 @@ def test_schedules_to_the_last_bit(schedule: EightBitSchedule, compute: Compute)
         assert torch.equal(run(spec, schedule, problem), exact(spec, problem))
 
 
+DIFFERENCES = [
+    EightBitSchedule(32, 1, 4, 1, 256, 2, wgmma=True),
+    EightBitSchedule(64, 2, 4, 1, 128, 2, wgmma=True),
+    EightBitSchedule(32, 1, 2, 2, 128, 2),
+]
+OF_FORMATS: list[dict[str, Any]] = [
+    {"weight": "u4", "group_size": 32, "zeros": "int"},  # groups of a step have zeros of their own
+    {"weight": "i3", "group_size": 256, "zeros": "int"},
+    {"weight": "u2", "zeros": "int"},  # rows have
+    {"weight": "i4", "group_size": 64},
+    {"weight": "i1"},
+]
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("schedule", DIFFERENCES, ids=lambda s: f"{s.tokens}-{s.row_blocks}x{s.warps_n}x{s.warps_k}")
+@pytest.mark.parametrize("fields", OF_FORMATS, ids=lambda fields: str(list(fields.values())))
+def test_zeros_are_subtracted_from_codes_for_more_than_sixteen_tokens(
+    fields: dict[str, Any], schedule: EightBitSchedule, compute: Compute
+) -> None:
+    spec = lowbit.MatmulSpec(72, 768, **fields, compute=compute, out="f32")
+    if schedule.step_k % spec.packing.chunk:
+        schedule = replace(schedule, step_k=spec.packing.chunk)
+    assert not KernelPlan(spec, schedule).x.reads_sums
+    problem = whole_problem(spec, m=schedule.tokens - 3)
+    assert torch.equal(run(spec, schedule, problem), exact(spec, problem))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reads"),
+    [
+        ({"weight": "u4", "zeros": "int", "compute": "f8e4m3"}, False),
+        ({"weight": "u4", "zeros": "int", "compute": "f8e4m3", "invariant": True}, True),  # as for one token
+        ({"weight": "u4", "zeros": "int", "compute": "i8", "invariant": True}, False),  # integers are exact
+        ({"weight": "u8", "zeros": "int", "compute": "i8"}, True),  # differences are no bytes
+        ({"weight": "u8", "compute": "i8"}, False),
+    ],
+    ids=str,
+)
+def test_which_sums_of_x_are_read(fields: dict[str, Any], reads: bool) -> None:
+    """By tiles of many tokens; those of a few read them wherever something is to be made up for."""
+    spec = lowbit.MatmulSpec(64, 512, **{"group_size": 128} | fields)
+    few, many = (KernelPlan(spec, EightBitSchedule(tokens, 1, 4, 1, 128, 2)) for tokens in (16, 32))
+    assert (few.x.reads_sums, many.x.reads_sums) == (spec.zeros == "int", reads)
+
+
 def run(spec: lowbit.MatmulSpec, schedule: EightBitSchedule, problem: Problem) -> Tensor:
     return run_quantized(compile_kernel(request(spec, parse_target(HOPPER), schedule)), spec, problem)
 
@@ -173,4 +221,12 @@ def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(run(spec, schedule, problem), exact(spec, problem))
     owner, name, wrap = MUTATIONS[what]
     monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+    assert not torch.equal(run(spec, schedule, problem), exact(spec, problem))
+
+
+def test_zeros_of_another_group_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, stored = lowbit.MatmulSpec(64, 256, "u4", 64, zeros="int", compute="i8", out="f32"), Scales.stored_zeros
+    problem, schedule = whole_problem(spec, 7), DIFFERENCES[0]
+    assert torch.equal(run(spec, schedule, problem), exact(spec, problem))
+    monkeypatch.setattr(Scales, "stored_zeros", lambda scales: stored(scales)[::-1])
     assert not torch.equal(run(spec, schedule, problem), exact(spec, problem))

@@ -42,7 +42,7 @@ class EightBitExperts(ExpertFamily[EightBitExpertsSchedule]):
     def every(self, token_tile: int) -> Iterator[EightBitExpertsSchedule]:
         allowed = EightBitExpertsSchedule.allowed
         whole = self._with_panels(token_tile, list(product(allowed["panel_k"], allowed["num_stages"])))
-        return (each for s in whole for each in dict.fromkeys((s, *self._with_short_tiles([s]))))
+        return self._with_short_tiles(whole)
 
     def _with_panels(self, token_tile: int, panels: Sequence[tuple[int, int]]) -> Iterator[EightBitExpertsSchedule]:
         """Yields schedules with these columns and stages of panels."""
@@ -51,9 +51,9 @@ class EightBitExperts(ExpertFamily[EightBitExpertsSchedule]):
                 yield EightBitExpertsSchedule(token_tile, panel_k, stages, parts=parts, banks=banks)
 
     def _with_short_tiles(self, schedules: Iterable[EightBitExpertsSchedule]) -> Iterator[EightBitExpertsSchedule]:
-        """Yields these schedules, with narrower products for short tiles where there may be such."""
+        """Yields these schedules, first with narrower products for short tiles where there may be such."""
         for s in schedules:
-            yield replace(s, last_tokens=next(iter(s.slice_sizes(1)), 0))
+            yield from (*(replace(s, last_tokens=short) for short in s.slice_sizes(1)), s)
 
     def x_boxes(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> Mapping[str, tuple[int, int]]:
         return PersistentPlan(spec, schedule, WGMMA).x.boxes

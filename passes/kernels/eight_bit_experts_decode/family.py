@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.formats.byte_codes import sums_correct
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Operation
 from lowbit.passes.kernels.eight_bit_experts_decode.schedule import EightBitExpertsDecodeSchedule
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
 
-_MOST, _MOST_WITH_SUMS = 64, 24
-"""Slots of a tile, up to which dense kernels that stream weights are predicted to be as fast as those for prompts. The
-latter subtract zeros from codes, where these need sums of x; but from codes of 8 bits they can't."""
+_MOST = 64
+"""Slots of a tile, up to which dense kernels that stream weights are predicted to be as fast as those for prompts."""
 
 
 class EightBitExpertsDecode(ExpertsDecode):
@@ -35,9 +33,7 @@ class EightBitExpertsDecode(ExpertsDecode):
     schedule_type = EightBitExpertsDecodeSchedule
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[ExpertsDecodeSchedule]:
-        with_sums = spec.compute is not None and sums_correct(spec.dtype, spec.compute, spec.zeros)
-        most = _MOST_WITH_SUMS if with_sums and spec.dtype.bits < 8 else _MOST
-        return super().candidates(spec, token_tile, target) if token_tile <= most else ()
+        return super().candidates(spec, token_tile, target) if token_tile <= _MOST else ()
 
     def check(self, spec: MatmulSpec, schedule: ExpertsDecodeSchedule, target: Target) -> None:
         if not spec.compute:

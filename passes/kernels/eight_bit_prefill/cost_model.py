@@ -41,6 +41,6 @@ def time_of_round(plan: BytesPlan[EightBitPrefillSchedule], tokens: int, costs: 
     added = 0 if plan.products.keeps_sums else plan.products.of_round
     products = (columns * costs.per_token + added * costs.per_sum) * tokens
     more = costs.folding * spec.folds + costs.table * (spec.dtype.kind == "table") + costs.wide * (spec.dtype.bits == 8)
-    more += costs.zeros * (plan.subtracts and spec.zeros == "int")
+    more += costs.zeros * (plan.offset > 0 or (plan.subtracts and spec.zeros == "int"))
     decoding = plan.base.round.panels * costs.per_panel + columns * (costs.decoding + more)
     return both(products, decoding, costs.shown)

@@ -131,8 +131,8 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
 
 
 def _least_tile(spec: MatmulSpec) -> int:
-    """From how many tokens on these kernels are compared with the eight_bit ones, which take about twice as long where
-    sums of x make up for zeros or for the offset of codes."""
+    """From how many tokens on these kernels are compared with the eight_bit ones, which take longer where zeros or the
+    offset of codes are made up for."""
     return _WITH_SUMS if sums_correct(spec.dtype, spec.byte_type, spec.zeros) else _FEW[-1]
 
 

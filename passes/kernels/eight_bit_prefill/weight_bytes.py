@@ -66,12 +66,12 @@ class PlainBytes:
         p, plan, spec = self.p, self.plan, self.spec
         piece, first = divmod(panel * plan.base.schedule.panel_k, plan.base.round.piece)
         codes = p.view(self._codes.of(registers, piece), spec.dtype, self._codes_layout)
-        element, zeros = spec.x.operand, None
+        element, zeros = spec.x.operand, list[Tile]()
         if spec.compute == "i8" and not plan.has_signs:
             element = "ui8"
         if spec.zeros == "int" and plan.subtracts:
             loaded = registers.scales["zeros"][columns.group % plan.held.groups]
-            zeros = p.reshape(loaded, self._scales.row_layout.shape)
+            zeros = [p.reshape(loaded, self._scales.row_layout.shape)]
         decoded = p.decode_bytes(codes, element, self._layout, zeros, plan.offset)
         return p.slice(decoded, 1, first + columns.start, columns.width)
 

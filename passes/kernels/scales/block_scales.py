@@ -57,17 +57,33 @@ class Scales:
 
     def of_group(self, name: str, group: int) -> Tile:
         """Loads a scale, zero or offset of every row in one group of the step, from shared memory, as f32."""
-        layout = self.layout.reshape((self.plan.schedule.warps_k, self.plan.steps.row_blocks, 1, ROWS))
-        return self.p.reshape(self.groups.load(name, group, layout), self.layout.shape)
+        return self.p.reshape(self.groups.load(name, group, self._of_one_group), self.layout.shape)
 
     def of_rows(self, name: str) -> Tile:
         """Loads the scale, zero or offset of every row, from device memory, as f32."""
+        return self.convert.as_f32(self._stored_rows(name), self.spec.slot(name).storage)
+
+    def stored_zeros(self) -> list[Tile]:
+        """Loads integer zeros as they are stored, in bytes: those of each group of the step, or those of whole rows."""
+        if not self.plan.steps.groups:
+            return [self._stored_rows("zeros")]
+        zeros = self.groups.staged.of_groups["zeros"]
+        loaded = (zeros.load((0, 0, group, 0), self._of_one_group) for group in range(self.plan.steps.groups))
+        return [self.p.reshape(each, self.layout.shape) for each in loaded]
+
+    @property
+    def _of_one_group(self) -> Layout:
+        """The layout of numbers [warps_k, row blocks, 1, 16] of a group."""
+        return self.layout.reshape((self.plan.schedule.warps_k, self.plan.steps.row_blocks, 1, ROWS))
+
+    def _stored_rows(self, name: str) -> Tile:
+        """Loads numbers of rows from device memory as they are stored."""
         p, warps, blocks, work = self.p, self.plan.schedule.warps_k, self.spec.packing.row_blocks, self.block.work
-        kind = self.spec.slot(name).storage
-        view = p.global_view(p[name], ScaleConversion.element(kind), (warps, blocks, ROWS), (0, ROWS, 1))
+        element = ScaleConversion.element(self.spec.slot(name).storage)
+        view = p.global_view(p[name], element, (warps, blocks, ROWS), (0, ROWS, 1))
         layout = self.layout.reshape((warps, self.plan.steps.row_blocks, ROWS))
         loaded = p.load(view, (0, work.first_block, 0), layout, ("none", work.row_boundary, "none"))
-        return p.reshape(self.convert.as_f32(loaded, kind), self.layout.shape)
+        return p.reshape(loaded, self.layout.shape)
 
     def with_offset(self, load: Callable[[str], Tile], offset: bool) -> tuple[Tile, Tile | None]:
         """Returns a scale with the power of two that decoding left out and, if `offset`, what is added with it.

@@ -7,8 +7,9 @@ offsets that no weight has, are made up for by sums of x.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from lowbit.dialect.formats.byte_codes import has_signs
+from lowbit.dialect.formats.byte_codes import has_signs, sums_correct
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
 from lowbit.dialect.formats.recipes import OFFSET_BITS, compute_element
 from lowbit.dialect.spec import MatmulSpec
@@ -16,6 +17,11 @@ from lowbit.passes.costs import EngineCosts
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.streaming.scaling import Scaling
 from lowbit.passes.kernels.streaming.steps import Steps
+
+_MOST_WITH_SUMS_OF_BYTES = 16
+"""Tokens up to which sums of x take fewer instructions than to subtract zeros from codes."""
+_MINUS = {"i8": 2, "f8e4m3": 3}
+"""Instructions that subtract zeros from four codes."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,17 @@ class Arithmetic:
         return able and t.bits <= OFFSET_BITS and s.row_blocks > 1 and not s.wgmma and not s.raw_codes
 
     @property
+    def subtracts_in_bytes(self) -> bool:
+        """Whether zeros, and the offset of signed codes, are subtracted from codes that become bytes."""
+        return bytes_need(self.spec, self.schedule.tokens) == "difference"
+
+    @property
     def raw_codes(self) -> bool:
         """Whether codes are multiplied as they are stored, with no subtraction: if there is nothing to subtract, if
         sums of x are needed anyway (float zeros, offsets), or if the schedule says so."""
         s, spec = self.schedule, self.spec
         if spec.compute:
-            return True
+            return not self.subtracts_in_bytes
         if s.spread_k:  # one mma adds up x of eight blocks
             return can_use_raw_codes(spec)
         if s.raw_codes or s.integer_mma or not can_use_raw_codes(spec) or self.defers_offset:
@@ -117,8 +128,26 @@ class Arithmetic:
         kind = self.spec.dtype.kind
         if kind == "table":
             return costs.decode_table
-        factor = costs.decode_float if kind == "float" else costs.decode_raw if self.raw_codes else 1.0
-        return costs.decode[self.spec.packing.bits - 1] * factor
+        raw = self.raw_codes or self.subtracts_in_bytes
+        factor = costs.decode_float if kind == "float" else costs.decode_raw if raw else 1.0
+        return costs.decode[self.spec.packing.bits - 1] * factor + self._clocks_of_bytes(costs)
+
+    def _clocks_of_bytes(self, costs: EngineCosts) -> float:
+        """Returns what is added where 256 codes become bytes: a multiprocessor begins 128 instructions a clock."""
+        if self.spec.compute is None:
+            return 0.0
+        more = _MINUS[self.spec.compute] * 256 / 4 / 128 if self.subtracts_in_bytes else 0.0
+        return more + (costs.e4m3 if self.spec.compute == "f8e4m3" else 0.0)
+
+
+def bytes_need(spec: MatmulSpec, tokens: int) -> Literal["nothing", "sums of x", "difference"]:
+    """Returns what makes up for zeros and offsets of codes that become bytes in a tile of so many tokens: sums of x,
+    which take instructions for every token, or the difference of a code and its zero, which is no byte where codes have
+    8 bits. With one result for every number of tokens all do the same in f8e4m3; in i8 both are exact."""
+    if spec.compute is None or not sums_correct(spec.dtype, spec.compute, spec.zeros):
+        return "nothing"
+    alike = spec.invariant and spec.compute == "f8e4m3"
+    return "sums of x" if tokens <= _MOST_WITH_SUMS_OF_BYTES or spec.dtype.bits == 8 or alike else "difference"
 
 
 def can_use_raw_codes(spec: MatmulSpec) -> bool:

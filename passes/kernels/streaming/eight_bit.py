@@ -4,10 +4,10 @@ The idea. The packed weight stays as it is, and a register of an 8-bit fragment 
 of a 16-bit one: for four bits, one mask. The activation has been written in the column order that this gives
 (`dialect.formats.byte_codes`), so it is copied and read as it lies in memory.
 
-    a = bytes of the step's codes
+    a = bytes of the step's codes      less their zeros, or offset, from 17 tokens on
     for group in step:
         p   = a x^T                at most 128 columns from zero: f8e4m3 in f32, i8 in i32
-        p   = p - zero * (sums of x)    where codes have a zero, or are stored with an offset
+        p   = p - zero * (sums of x)    where these are not subtracted from codes
         acc = acc + scale * p      in f32
 
 Sums of x have been written with it, and are copied beside it; the scale of a token is for the epilogue. Of i8 p is an
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from lowbit.dialect.formats.byte_codes import MOST_EXACT, PROMOTED, SUM_COLUMNS, has_signs
+from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A, MMA_M16N8K32_B_NK
 from lowbit.passes.builder import Tile
 from lowbit.passes.kernels.scales.block_scales import Scales
@@ -48,6 +49,8 @@ class Bytes(Engine):
         self.row = self.sums.reduce((1,))
         self.scales = Scales(block, operands.scales, self.sums)
         self.scaling = SumScaling(self.scales)
+        of_rows = self.plan.arithmetic.zeros_in_decode and not self.plan.steps.groups
+        self._row_zeros = self.scales.stored_zeros() if of_rows else []
         self.products = (WgmmaOfBytes if s.wgmma else MmaOfBytes)(block, operands.x)
 
     def begin(self) -> list[Tile]:
@@ -57,7 +60,7 @@ class Bytes(Engine):
     def step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
         p, spec, groups = self.p, self.block.spec, self.plan.steps.groups
         codes = p.view(words(), spec.dtype, self.codes)
-        a = p.decode_bytes(codes, self._element, self.bytes)
+        a = p.decode_bytes(codes, self._element, self.bytes, self._zeros(), self._offset)
         self.products.begin_step()
         if not groups:
             return self._row_step(a, *carried)
@@ -78,7 +81,21 @@ class Bytes(Engine):
         spec = self.block.spec
         if not self.integers:
             return str(spec.x.operand)
-        return "i8" if has_signs(spec.dtype, "i8", spec.zeros) else "ui8"
+        signed = self.plan.arithmetic.zeros_in_decode or has_signs(spec.dtype, "i8", spec.zeros)
+        return "i8" if signed else "ui8"
+
+    def _zeros(self) -> list[Tile]:
+        """Returns the zeros that are subtracted from codes, as `decode_bytes` takes them."""
+        if not self.plan.arithmetic.zeros_in_decode:
+            return []
+        return self._row_zeros or self.scales.stored_zeros()
+
+    @property
+    def _offset(self) -> int:
+        """The offset of signed codes that is subtracted from them."""
+        arithmetic, spec = self.plan.arithmetic, self.block.spec
+        subtracted = arithmetic.subtracts_in_bytes and not arithmetic.zeros_in_decode
+        return int(zero_code(spec.dtype)) if subtracted else 0
 
     def _minus_stored(self, load: Callable[[str], Tile]) -> Tile:
         """Minus the number of every row that bytes are too large by [warps_k, rows, 1]. load: gives zeros, as f32."""

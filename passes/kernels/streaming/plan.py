@@ -51,7 +51,7 @@ class KernelPlan:
         arithmetic, codes = Arithmetic(spec, s, steps, scaling), CodesPlan(spec, s, steps)
         scales = ScalesPlan(spec, s, steps, arithmetic)
         engine = engine_type(s, arithmetic)(arithmetic, codes, scales)
-        stages = {"codes": codes, "x": XPlan(spec, s, steps), "scales": scales}
+        stages = {"codes": codes, "x": XPlan(spec, s, steps, arithmetic), "scales": scales}
         others = {"outliers": OutlierPlan(spec, s, steps, codes), "ending": EndingPlan(spec, s, steps)}
         vars(self).update(steps=steps, scaling=scaling, arithmetic=arithmetic, engine=engine, **stages, **others)
 

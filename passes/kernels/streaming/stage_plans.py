@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowbit.dialect.elements import ELEMENTS
-from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, sums_correct
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.recipes import compute_element
@@ -67,6 +67,7 @@ class XPlan:
     spec: MatmulSpec
     schedule: Schedule
     steps: Steps
+    arithmetic: Arithmetic
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -76,8 +77,7 @@ class XPlan:
     @property
     def reads_sums(self) -> bool:
         """Whether the kernel reads sums of x: those of an activation of 8 bits, for zeros and signed codes."""
-        spec = self.spec
-        return spec.compute is not None and sums_correct(spec.dtype, spec.compute, spec.zeros)
+        return self.spec.compute is not None and self.arithmetic.zeros_in_sums
 
     @property
     def in_pieces(self) -> bool:
