@@ -526,12 +526,10 @@ def test_damaged_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
 # -- registration
 
 
-IMPORTED = ("lowbit, transformers", "transformers, lowbit", "transformers.quantizers, lowbit")
-
-
-@pytest.mark.parametrize("order", [*IMPORTED, "lowbit, lowbit.pylib.integrations.choose"])
+@pytest.mark.parametrize("order", ["transformers.quantizers, lowbit", "lowbit, lowbit.pylib.integrations.choose"])
 def test_registered_in_either_order(order: str, repo: Path) -> None:
-    """`import lowbit` loads no transformers and no torch; both together know each other."""
+    """`import lowbit` loads no transformers and no torch; both together know each other. Other orders load a model, in
+    `test_notice`."""
     code = (
         "import sys\nimport lowbit\nassert not {'transformers', 'torch', 'numpy'} & sys.modules.keys()\n"
         if order.startswith("lowbit")
