@@ -40,16 +40,16 @@ OF_ONE: tuple[Operation, ...] = ("matmul", "quantized_matmul")
 """The operations on weights that are not of several experts."""
 OF_EXPERTS: tuple[Operation, ...] = ("expert_matmul", "quantized_expert_matmul")
 """The operations on weights of several experts."""
+IN_EIGHT_BITS: tuple[Operation, ...] = ("quantized_matmul", "quantized_expert_matmul")
+"""The operations that multiply activations of 8 bits."""
+
+
 def operations_of(spec: MatmulSpec) -> tuple[Operation, ...]:
     """Returns the operations that multiply by a spec's weight: in the act type, and behind it in 8 bits, if there is
     one."""
     if spec.top_k:
         return ("top_k_expert_matmul",)
-    return OF_EXPERTS if spec.experts > 1 else ("matmul", "quantized_matmul")
-
-
-IN_EIGHT_BITS: tuple[Operation, ...] = ("quantized_matmul", "quantized_expert_matmul")
-"""The operations that multiply activations of 8 bits."""
+    return OF_EXPERTS if spec.experts > 1 else OF_ONE
 
 
 @dataclass(frozen=True)

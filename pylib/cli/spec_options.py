@@ -18,7 +18,7 @@ from lowbit.dialect.fields import MOST, choice
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import OF_EXPERTS, KernelSchedule
+from lowbit.passes.kernels.base import OF_EXPERTS, OF_ONE, KernelSchedule
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.pylib.cli.machine import TARGETS
 
@@ -125,7 +125,7 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise SpecError(f"--table={text} must be numbers separated by commas, such as -1,0,0.5,1") from None
 
 
-_OPERATIONS = ("matmul", "quantized_matmul", *OF_EXPERTS, "top_k_expert_matmul")
+_OPERATIONS = (*OF_ONE, *OF_EXPERTS, "top_k_expert_matmul")
 _FAMILIES = [name for name, family in FAMILIES.items() if family.operation in _OPERATIONS]
 """The kernels of a matmul, whose schedules --schedule can spell out."""
 _FAMILY = re.compile(r"(?:^|(?<=[,\s]))family=([^,\s]*)")
