@@ -315,7 +315,7 @@ def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
     assert {name: ratio for name, ratio in worst.items() if ratio > limits[name]} == {}
 
 
-@pytest.mark.parametrize("module", [references, authors, ranges])
+@pytest.mark.parametrize("module", [references, ranges, authors, methods])
 def test_tables_of_layers_have_three_draws(module: Any) -> None:
     """Of some layers."""
     drawn: dict[str, set[int]] = {}
