@@ -238,3 +238,49 @@ func.func @sparse_step_lines(%outliers: !table, %index: !index, %lines: !lines, 
   %0 = "lowbit.sparse_step"(%outliers, %index, %lines, %x, %i, %d) : (!table, !index, !lines, !x, i32, !d) -> !d
   return
 }
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
+!words = !lowbit.reg<[1, 2, 2, 32], i32, "local(1, 2, 2, 1).spatial(1, 1, 1, 32)">
+func.func @load_lines_of_others(%outliers: !table, %index: !index, %i: i32) {
+  // expected-error @below {{'lowbit.load_lines' op warps and row blocks of the lines: expected [1, 1], got [1, 2]}}
+  %0 = "lowbit.load_lines"(%outliers, %index, %i) {columns = 64 : i64} : (!table, !index, i32) -> !words
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
+!words = !lowbit.reg<[1, 1, 2, 32], i32, "local(1, 1, 2, 1).spatial(1, 1, 1, 32)">
+func.func @load_no_columns(%outliers: !table, %index: !index, %i: i32) {
+  // expected-error @below {{'lowbit.load_lines' op columns: expected at least 1, got 0}}
+  %0 = "lowbit.load_lines"(%outliers, %index, %i) {columns = 0 : i64} : (!table, !index, i32) -> !words
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
+!words = !lowbit.reg<[1, 1, 2, 32], i32, "local(1, 1, 2, 1).spatial(1, 1, 1, 32)">
+!buffer = !lowbit.shared<[1, 4, 32, 8], f16, [1024, 256, 8, 1], 0>
+func.func @place_in_another_shape(%outliers: !table, %index: !index, %words: !words, %buffer: !buffer, %i: i32) {
+  // expected-error @below {{'lowbit.place_outliers' op buffer: expected [warps, row blocks, blocks, 32, 8], dense}}
+  "lowbit.place_outliers"(%outliers, %index, %words, %buffer, %i) : (!table, !index, !words, !buffer, i32) -> ()
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
+!words = !lowbit.reg<[1, 1, 2, 32], i32, "local(1, 1, 2, 1).spatial(1, 1, 1, 32)">
+!buffer = !lowbit.shared<[1, 2, 4, 32, 8], f16, [2048, 1024, 256, 8, 1], 0>
+func.func @place_in_others(%outliers: !table, %index: !index, %words: !words, %buffer: !buffer, %i: i32) {
+  // expected-error @below {{'lowbit.place_outliers' op warps and row blocks of the buffer: expected [1, 1], got [1, 2]}}
+  "lowbit.place_outliers"(%outliers, %index, %words, %buffer, %i) : (!table, !index, !words, !buffer, i32) -> ()
+  return
+}
