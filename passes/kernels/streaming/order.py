@@ -11,6 +11,7 @@ from typing import TypeVar
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily
 from lowbit.passes.kernels.decode.schedule import ROTATED, Schedule
+from lowbit.passes.kernels.outlier_steps import AS_WEIGHTS
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.kernels.streaming.bounds import Bounds
 from lowbit.passes.kernels.streaming.candidates import Block, least_schedules, of_block, step_lengths
@@ -49,7 +50,9 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
         "rounded zeros": scaling.rounds_zeros,
     }
     yield from (name for name, holds in flags.items() if holds)
-    if spec.outliers:
+    if plan.outliers.of_step:
+        yield AS_WEIGHTS
+    elif spec.outliers:
         yield f"outliers {'by step' if s.outliers_by_step else 'first' if plan.outliers.are_spread else 'last'}"
     if s.warps_k > 1 and s.split_k > 1 and not (spec.invariant and s.cluster > 1):
         yield APART

@@ -58,7 +58,13 @@ class KernelPlan:
     @property
     def rounding(self) -> dict[str, bool]:
         """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
-        return {"dequantized": self.scaling.rounds_scales, "rounded_zeros": self.scaling.rounds_zeros}
+        rounding = {"dequantized": self.scaling.rounds_scales, "rounded_zeros": self.scaling.rounds_zeros}
+        return rounding | ({"rounded_outliers": True} if self.outliers.of_step else {})
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread, about."""
+        return self.engine.registers + self.outliers.registers
 
     @cached_property
     def shared_bytes(self) -> int:
