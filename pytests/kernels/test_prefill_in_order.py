@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 import torch
 from eight_bit_problems import in_order as by_definition
-from emulated import matmul_is_right, run_matmul
 from sweeps import swept
 
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats import byte_codes
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels import outlier_steps
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
-from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.eight_bit_in_order.schedule import EightBitInOrderSchedule
 from lowbit.passes.kernels.eight_bit_mma_in_order.schedule import EightBitMmaInOrderSchedule
 from lowbit.passes.kernels.persistent.engine import WGMMA
-from lowbit.passes.kernels.persistent.outliers import OrderedOutliers
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill_in_order.legality import products_of
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
@@ -65,10 +61,6 @@ SPECS = {
     "q4_k": S.preset("q4_k", 128, 2 * K),
     "q3_k": S.preset("q3_k", 128, 2 * K),
     "nested nf4": S.preset("nf4_nested", 128, K, act="bf16"),
-    "outliers": S(136, K, "u4", 64, outliers=True, bias=True),
-    "outliers of long groups": S(128, K, "i4", 256, act="bf16", outliers=True),
-    "outliers of a permuted weight": S(128, K, "u4", 64, outliers=True, permuted=True),
-    "outliers beside float zeros": S(128, K, "u4", 64, zeros="float", outliers=True),
     "fp8": S(136, K, "f8e4m3", compute="f8e4m3", bias=True),
     "groups in fp8": S(128, K, "f8e4m3", 128, compute="f8e4m3"),
     "scales of rows beside groups in fp8": S(128, K, "u4", 64, compute="f8e4m3", row_scales=True),
@@ -274,79 +266,6 @@ def test_x_is_added_up_step_by_step_for_zeros_of_rows(by_wgmma: bool) -> None:
     assert torch.equal(multiplied(spec, schedule, order, x, tensors, target)[:8], few)
 
 
-OUTLIERS = S(40, K, "u4", 16, outliers=True, out="f32", invariant=True)
-OUTLIER_ORDER = SumOrder(1, 2, 128, ("mma", "raw codes", "outliers as weights"))
-WITH_OUTLIERS = {
-    TARGET: PrefillInOrderSchedule(32, panel_k=64, num_stages=4, order_warps_k=2),
-    AMPERE: PrefillMmaInOrderSchedule(32, panel_k=64, row_blocks=1, order_warps_k=2),
-}
-
-
-@pytest.mark.parametrize("preset", [False, True])
-@pytest.mark.parametrize("target", [TARGET, AMPERE], ids=str)
-def test_outliers_of_any_number_of_rows(target: Target, preset: bool) -> None:
-    """With the kernels that are chosen: a row has the bits that it has alone, and many rows are one launch."""
-    some = S.preset("spqr", 32, K) if preset else replace(OUTLIERS, n=32, group_size=64)
-    spec = replace(some, out="f32", invariant=True)
-    mm, (x, tensors) = lowbit.compile(spec, target.name), random_inputs(spec, 300, 1)
-    w, places = mm.pack(**tensors), (0, 16, 128, 299)
-    alone = [mm(x[i : i + 1], w)[0] for i in places]
-    for m in (17, 129, 300):
-        y = mm(x[:m], w)
-        assert all(torch.equal(y[i], row) for i, row in zip(places, alone) if i < m), m
-        if m > 128 and (target.has_wgmma or not preset):
-            assert [kernel.family for kernel in mm.choices.launches(m)] == [families_of(spec, target)[1].name]
-
-
-@pytest.mark.parametrize("target", WITH_OUTLIERS, ids=str)
-@pytest.mark.parametrize("kind", ["a full row", "a column of every panel", "one panel", "everywhere", "the last"])
-def test_outliers_anywhere_in_lines(kind: str, target: Target) -> None:
-    """In lines that are loaded ahead and in others, in row blocks with none and with more than lanes have the first
-    columns of: the bits of few rows, and those numbers."""
-    row, column = torch.meshgrid(torch.arange(OUTLIERS.n), torch.arange(K), indexing="ij")
-    there = {
-        "a full row": row == 17,
-        "a column of every panel": column % 64 == 63,
-        "one panel": (column >= 128) & (column < 192),
-        "everywhere": row >= 0,
-        "the last": (row == OUTLIERS.n - 1) & (column == K - 1),
-    }
-    x, tensors = random_inputs(OUTLIERS, ROWS, 1)
-    values = torch.rand(there[kind].shape, generator=torch.Generator().manual_seed(2)) + 1
-    tensors["outliers"] = (values.half().float() * there[kind]).to_sparse_csr()
-    few = multiplied(OUTLIERS, Schedule(8, 1, 1, 2, 128, 2), OUTLIER_ORDER, x[:8], tensors, target)
-    many = multiplied(OUTLIERS, WITH_OUTLIERS[target], OUTLIER_ORDER, x, tensors, target)
-    assert torch.equal(many[:8], few)
-    assert matmul_is_right(many, OUTLIERS, (x, tensors), rounded_outliers=True)
-
-
-@pytest.mark.parametrize("target", WITH_OUTLIERS, ids=str)
-def test_mutations_of_outliers_are_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other units, sums have other bits; and outliers of a panel that are not erased are multiplied by the next."""
-    problem = x, tensors = random_inputs(OUTLIERS, ROWS, 1)
-    few = multiplied(OUTLIERS, Schedule(8, 1, 1, 2, 128, 2), OUTLIER_ORDER, x[:8], tensors, target)
-
-    def first_rows() -> torch.Tensor:
-        kernel = compile_kernel(request(OUTLIERS, target, WITH_OUTLIERS[target]))
-        return run_matmul(kernel, OUTLIERS, problem)[:8]
-
-    assert torch.equal(first_rows(), few)
-    with monkeypatch.context() as patch:
-        patch.setattr(outlier_steps, "_UNIT", 16)
-        of_other_units = first_rows()
-    assert torch.allclose(of_other_units, few, atol=1e-3) and not torch.equal(of_other_units, few)
-    monkeypatch.setattr(OrderedOutliers, "erase", lambda self, *given: None)
-    assert not torch.allclose(first_rows(), few, atol=1e-2)
-
-
-@pytest.mark.parametrize("name", ["outliers_by_step", "preload_weights"])
-def test_outliers_of_invariant_matmuls_are_weights(name: str) -> None:
-    given: dict[str, Any] = {name: True}
-    s = Schedule(16, 1, 4, 2, 64, 1, wgmma=True, **given)
-    with pytest.raises(SpecError, match=f"as a weight of their own where invariant=True; take {name}=False"):
-        DECODE.check(OUTLIERS, s, TARGET)
-
-
 ASSEMBLED = [parse_target(name) for name in ("sm_90a", "sm_80")]
 IN_TYPE = [("u4", "f16"), ("u3", "bf16"), ("f6e3m2", "bf16"), ("nf4", "f16"), ("i8", "bf16")]
 
@@ -374,7 +293,6 @@ OF_MORE_NUMBERS = {
     "q4_1": S.preset("q4_1", 8192, 8192),
     "q4_k": S.preset("q4_k", 8192, 8192),
     "q6_k": S.preset("q6_k", 8192, 8192),
-    "outliers": S(8192, 8192, "u4", 128, outliers=True),
     "fp8": S(8192, 8192, "f8e4m3", compute="f8e4m3"),
     "zeros in fp8": S(8192, 8192, "u4", 128, zeros="int", compute="f8e4m3"),
     "i8": S(8192, 8192, "i8", compute="i8"),
@@ -394,7 +312,7 @@ def test_few_spills_beside_sums_of_x_and_second_levels(name: str, by_wgmma: bool
     best_order = min((r for r in every if has_order(family, spec, 512, r.order, target)), key=lambda r: r.all).order
     found = in_order(family, spec, 512, best_order, target)
     best = min(found, key=lambda s: family.predict(spec, 512, s, target))
-    check_registers(request(spec, target, best), most=128 if by_wgmma else 240)
+    check_registers(request(spec, target, best), most=128 if by_wgmma else 224)
 
 
 PROMPTS = [((4096, 4096), None), ((6144, 2560), None), ((57344, 8192), None), ((8192, 8192), "i8")]
@@ -425,9 +343,9 @@ def test_prompts_are_one_launch(size: tuple[int, int], compute: Any) -> None:
     [
         (S(128, 1024, "u4", 128), PrefillInOrderSchedule(), "is for invariant matmuls; take a PrefillSchedule"),
         (
-            S(128, 1024, "u4", 64, outliers=True, row_scales=True, invariant=True),
+            S(128, 1024, "u4", 64, outliers=True, invariant=True),
             PrefillInOrderSchedule(),
-            "does not serve outliers beside scales of rows; take a Schedule",
+            "does not serve experts, products of 8 bits and outliers; take a Schedule",
         ),
         (
             S(128, 1024, "u4", zeros="float", invariant=True),
@@ -468,8 +386,7 @@ def test_what_does_not_fit_is_refused(spec: lowbit.MatmulSpec, schedule: KernelS
     ("spec", "schedule", "message"),
     [
         (S(128, 1024, "u4", 128), MMA, "is for invariant matmuls; take a PrefillMmaSchedule"),
-        (S(128, 1024, "u4", outliers=True, invariant=True), MMA, "does not serve outliers beside scales of rows"),
-        (S(128, 1024, "u4", 128, outliers=True, invariant=True), MMA, "needs row_blocks=1"),
+        (S(128, 1024, "u4", 128, outliers=True, invariant=True), MMA, "does not serve experts, products of 8 bits"),
         (
             S(128, 1024, "u4", 128, invariant=True),
             PrefillMmaInOrderSchedule(panel_k=64),

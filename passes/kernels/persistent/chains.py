@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lowbit.dialect.formats.byte_codes import MOST_EXACT, PROMOTED
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.outlier_steps import unit_of
 from lowbit.passes.kernels.persistent.round import Round
 from lowbit.passes.kernels.sum_order import APART, SumOrder
 
@@ -82,11 +81,6 @@ class Chains:
             return 0
         most = {"f8e4m3": PROMOTED, "i8": MOST_EXACT}.get(compute or "", step)
         return min(group or step, step, most)
-
-    @property
-    def outlier_columns(self) -> int:
-        """Columns whose outliers are multiplied at a time, as kernels for few tokens do."""
-        return unit_of(self.product_columns, self.order.step_k)
 
     @property
     def are_whole(self) -> bool:

@@ -65,13 +65,9 @@ class Weight:
         self.scales.fill_table()
         self._fragments.fill_table()
         if self.plan.spec.outliers:
-            self._begin_outliers(row_tile)
-
-    def _begin_outliers(self, row_tile: Scalar) -> None:
-        """Makes the place for outliers, and starts to look where those of the first tile are."""
-        self.outliers = Outliers(self.p, self.plan)
-        self.outliers.clear()
-        self.find_outliers(self.registers, row_tile)
+            self.outliers = Outliers(self.p, self.plan)
+            self.outliers.clear()
+            self.find_outliers(self.registers, row_tile)
 
     def load_next_round(self, registers: WeightRegisters, panel: int, row_tile: Scalar, following: Scalar) -> None:
         """Starts to load what the next round has in place of what this panel was the last to need."""

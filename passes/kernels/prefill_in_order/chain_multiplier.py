@@ -4,9 +4,6 @@
         for panel, product of the panel:
             p = weights x^T                         from zero, in registers of its own
             sums = sums + scale * p                 and + offset * (sums of x), which make up for zeros and offsets
-        behind products of about 64 columns:
-            p = outliers x^T
-            sums = sums + p
 
 Products are begun and not waited for; while one is under way, that before it is scaled and added (`PromotedSums`).
 """
@@ -58,9 +55,6 @@ class ChainMultiplier:
         sums, parts = self._sums[tokens], self.products.parts_of(tokens) if self.products.columns else 1
 
         held, of_rows = len(carried), self._of_x if not self.products.columns else None  # else products have zeros
-        registers = self.weight.registers.like(carried)
-        self.weight.write_outliers(0, registers)
-        carried = registers.flat()
 
         def round_(index: Scalar, carried: list[Tile]) -> list[Tile]:
             return self._round(turn, sums, index, self.weight.registers.like(carried[:held]), carried[held:])
@@ -75,11 +69,9 @@ class ChainMultiplier:
             return found[:held], [self.weight.scaled(each, turn.here.row_tile, of_x) for each in of_chain]
 
         chains, layouts = self.plan.tiles.chains, [self._layout(tokens // parts)] * parts
-        carried, totals = chain_by_chain(self.p, chains, layouts, carried, chain)
+        found = chain_by_chain(self.p, chains, layouts, carried, chain)
         self.panels.copy_first_of_slice(turn, order)
-        registers = self.weight.registers.like(carried)
-        self.weight.find_outliers(registers, turn.next.row_tile)
-        return registers.flat(), totals
+        return found
 
     def leave(self) -> None:
         """Does nothing: products end before sums are read."""
@@ -90,22 +82,18 @@ class ChainMultiplier:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs. of_rows:
         the sums of x of the chain so far, where rows have one scale and x is added up."""
         weight, scales = self.weight, self.weight.scales
-        row_tile, round_ = turn.coming(index)
-        coming, number = (row_tile, self.plan.tiles.chains.start(round_)), turn.rounds_before + index
+        row_tile, following = turn.coming(index)
+        coming, number = (row_tile, self.plan.tiles.chains.start(following)), turn.rounds_before + index
         scales.copy(*coming, (number + 1) % 2)
         scales.use(number % 2)
         for panel in range(self.plan.round.panels):
-            following = index * self.plan.round.panels + (panel + 1)
-            lines = weight.load_outliers(following, registers)
             columns = list(self.products.of_panel(panel))
             ready = [weight.fragments(some, panel, registers) for some in columns]
             of_products = [weight.scale_of(some, panel, registers) for some in columns]
-            sparse = weight.sparse.fragments() if weight.sparse else None
-            for a in [*ready, *([] if sparse is None else [sparse])]:
+            for a in ready:
                 self.p.materialize(a)
             x, stage = self.panels.wait(turn, index, panel), self.panels.stage_of(turn, index, panel)
-            sums.begin_panel(list(self._products(x, stage, columns, ready, of_products, sparse)))
-            weight.go_on_to_outliers(following, lines, registers)
+            sums.begin_panel(list(self._products(x, stage, columns, ready, of_products)))
             if self._of_x and self.products.columns:
                 self._of_x.fill(x, stage, turn.shape.tokens)
             elif self._of_x:
@@ -126,12 +114,9 @@ class ChainMultiplier:
         columns: list[GroupColumns],
         ready: list[Tile],
         of_products: list[tuple[Tile | None, Tile | None]],
-        sparse: Tile | None,
     ) -> Iterator[Product]:
         """Yields the products of a panel, whose stage is `x`. of_products: scales, and what sums of x are multiplied
-        by; sparse: the panel's outliers."""
+        by."""
         for i, (some, a, (scale, offset)) in enumerate(zip(columns, ready, of_products, strict=True)):
             zeros = Zeros(offset, self._of_x.of(stage, i), beside=True) if self._of_x and offset is not None else None
             yield Product(a, x, some.start, scale, zeros)
-            if sparse is not None and (unit := self.products.outliers_behind(some)):
-                yield Product(self.p.slice(sparse, 1, unit.start, unit.width), x, unit.start, None)

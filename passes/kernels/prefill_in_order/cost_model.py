@@ -23,7 +23,6 @@ _PER_TOKEN = 0.0003  # microseconds until a token's products of a group are adde
 _WAIT = (0.06, 0.02)  # of a part's product until its registers can be read, with one bank and with two
 _PER_SUM = 0.0083  # until an instruction of each warp has added to sums of x
 _PER_PANEL = 0.17  # until all warps have those of a panel
-_OUTLIERS_PER_PANEL = 0.09  # until outliers are written and read, as it was without `invariant`
 _PER_CHAIN = 0.3  # until a chain's last product has ended and the next one's first has begun
 
 
@@ -39,17 +38,7 @@ def predict(spec: MatmulSpec, tokens: int, s: PrefillInOrderSchedule, target: Ta
             of_chain += count * (_PER_TOKEN * s.tokens + _sums_of_x(s, products) / products.per_panel)
     elif plan.scaling.sums_x:
         of_chain += chains.steps * chains.order.step_k / s.panel_k * _sums_of_x(s, products)
-    if spec.outliers:
-        of_chain += _outliers_of_chain(plan, s, target)
     return cost_model.predict(spec, tokens, s, target) + waves_of(plan, tokens, target).count * chains.count * of_chain
-
-
-def _outliers_of_chain(plan: PersistentPlan, s: PrefillInOrderSchedule, target: Target) -> float:
-    """Microseconds for the outliers of a chain: as many products again, which are added to sums unit by unit."""
-    chains, columns = plan.tiles.chains, plan.tiles.chains.steps * plan.tiles.chains.order.step_k
-    of_products = columns / 64 * target.costs.prefill.per_token * s.tokens
-    added = columns / chains.outlier_columns * (_PER_TOKEN * s.tokens + _WAIT[s.banks - 1] * s.parts)
-    return of_products + added + columns / s.panel_k * _OUTLIERS_PER_PANEL
 
 
 def _sums_of_x(s: PrefillInOrderSchedule, products: Products) -> float:

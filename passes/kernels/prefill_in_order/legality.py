@@ -5,7 +5,6 @@ from __future__ import annotations
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.outlier_steps import AS_WEIGHTS, are_weights
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.legality import loaded_registers
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
@@ -18,25 +17,21 @@ from lowbit.passes.target import Target
 _MOST_REGISTERS = 262  # of a thread, by this count: so many do not spill
 _SUMS_OF_X = {True: 38, False: 72}  # of these, where x is added up: by whether codes are multiplied as they are stored,
 _SUMS_OF_PART = 4  # and for each part
-_OUTLIERS = 12  # beside a panel's fragments of them
 
 
 def misfit(spec: MatmulSpec) -> str:
     """Returns what of an invariant spec has no kernel for many tokens in an order of sums, or "" if all has. It is
     served by kernels for few tokens then, launch after launch."""
-    if spec.experts > 1 or spec.compute:
-        return "experts and products of 8 bits"
+    if spec.experts > 1 or spec.compute or spec.outliers:
+        return "experts, products of 8 bits and outliers"
     if compute_element(spec.dtype, spec.act) != spec.act:
         return "codes that x's type does not hold"
-    if spec.outliers and not are_weights(spec):
-        return "outliers beside scales of rows"
     return ""
 
 
 def products_of(spec: MatmulSpec) -> tuple[str, ...]:
     """Returns `SumOrder.products` of the kernel."""
-    raw = ("raw codes",) if multiplies_raw_codes(spec) else ()
-    return ("mma", *raw, *([AS_WEIGHTS] if are_weights(spec) else ()))
+    return ("mma", "raw codes") if multiplies_raw_codes(spec) else ("mma",)
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillInOrderSchedule, target: Target) -> None:
@@ -67,5 +62,4 @@ def spills(spec: MatmulSpec, s: PrefillInOrderSchedule) -> bool:
     plan = PersistentPlan(spec, s, WGMMA)
     banks = s.banks * s.part_tokens // 2 if Products(plan).columns else 0
     of_x = _SUMS_OF_X[plan.scaling.raw_codes] + _SUMS_OF_PART * s.parts if plan.scaling.sums_x else 0
-    outliers = s.panel_k // 4 + _OUTLIERS if spec.outliers else 0
-    return s.tokens + banks + s.panel_k // 2 + outliers + loaded_registers(plan) + of_x > _MOST_REGISTERS
+    return s.tokens + banks + s.panel_k // 2 + loaded_registers(plan) + of_x > _MOST_REGISTERS

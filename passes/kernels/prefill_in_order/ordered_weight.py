@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from lowbit.passes.builder import Index, Program, Scalar, Tile
+from lowbit.passes.builder import Scalar, Tile
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
-from lowbit.passes.kernels.persistent.outliers import OrderedOutliers
-from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.weight import Finish, Weight
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 
 
 class OrderedWeight(Weight):
-    """A weight whose scales multiply products, or the sums of chains.
-
-    sparse  the outliers, which are a weight of their own, if there are any
-    """
-
-    def __init__(self, p: Program, plan: PersistentPlan) -> None:
-        super().__init__(p, plan)
-        self.sparse: OrderedOutliers | None = None
-
-    def _begin_outliers(self, row_tile: Scalar) -> None:
-        self.sparse = OrderedOutliers(self.p, self.plan)
-        self.sparse.clear()
-        self.find_outliers(self.registers, row_tile)
-
-    def find_outliers(self, registers: WeightRegisters, row_tile: Scalar) -> None:
-        if self.sparse:
-            registers.outliers = self.sparse.first(row_tile)
-
-    def write_outliers(self, panel: Index, registers: WeightRegisters) -> None:
-        """Writes the outliers of a panel, counted as they are visited, whose lines have been loaded."""
-        if self.sparse:
-            self.sparse.write(panel, *registers.outliers)
-
-    def load_outliers(self, panel: Index, registers: WeightRegisters) -> Tile | None:
-        """Starts to load the lines of a panel, if a weight has outliers."""
-        return self.sparse.load(panel, registers.outliers[0]) if self.sparse else None
-
-    def go_on_to_outliers(self, panel: Index, lines: Tile | None, registers: WeightRegisters) -> None:
-        """Writes the outliers of a panel, whose lines have been loaded, in place of those of the panel before."""
-        if self.sparse and lines is not None:
-            self.sparse.erase(panel - 1, *registers.outliers)
-            registers.outliers = [registers.outliers[0], lines]
-            self.sparse.write(panel, *registers.outliers)
+    """A weight whose scales multiply products, or the sums of chains."""
 
     def scale_of(
         self, columns: GroupColumns, panel: int, registers: WeightRegisters

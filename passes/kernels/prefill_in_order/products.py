@@ -32,8 +32,6 @@ class Products:
         panel_k = self.plan.schedule.panel_k
         if self.columns and panel_k % self.columns:
             return f"panels of panel_k={panel_k} columns do not hold products of {self.columns}"
-        if self.plan.spec.outliers and panel_k % (unit := self.plan.tiles.chains.outlier_columns):
-            return f"panels of panel_k={panel_k} columns do not hold units of {unit}, whose outliers are multiplied"
         if self.plan.scaling.sums_x and panel_k % self.sum_columns:
             return f"panels of panel_k={panel_k} columns do not hold steps of {self.sum_columns}, over which x is added"
         return ""
@@ -55,13 +53,6 @@ class Products:
         columns = self.columns or width
         for start in range(0, width, columns):
             yield GroupColumns(start, columns, (panel * width + start) // of_group)
-
-    def outliers_behind(self, product: GroupColumns) -> GroupColumns | None:
-        """Returns the columns whose outliers are multiplied behind a product, if there are any."""
-        if not self.plan.spec.outliers:
-            return None
-        unit, end = self.plan.tiles.chains.outlier_columns, product.start + product.width
-        return GroupColumns(end - unit, unit, 0) if end % unit == 0 else None
 
     def sharing(self, tokens: int) -> tuple[int, int]:
         """Returns how many warps share out the products and the tokens of a panel where they add up x; what is left of

@@ -5,9 +5,6 @@
             for part of the tile's tokens, product of the panel:
                 p = weights x^T                     from zero; without groups from the sums
                 sums = sums + scale * p             and + offset * (sums of x), which make up for zeros and offsets
-            behind products of about 64 columns:
-                p = outliers x^T
-                sums = sums + p
 
 Sums of x are products of ones, for all rows of a warp, as in kernels for few tokens.
 """
@@ -33,13 +30,12 @@ from lowbit.passes.kernels.prefill_in_order.products import Products
 @dataclass(frozen=True)
 class _Weights:
     """The weights of a product: its columns, what they are multiplied as, the scale of every row and what sums of x are
-    multiplied by; None where there is none. are_outliers: whether it is added as it is."""
+    multiplied by; None where there is none."""
 
     columns: GroupColumns
     a: Tile
     scale: Tile | None
     offset: Tile | None
-    are_outliers: bool = False
 
 
 class MmaChainMultiplier:
@@ -56,8 +52,6 @@ class MmaChainMultiplier:
     def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
         p, chains, layouts, held = self.p, self.plan.tiles.chains, [self._layouts.sums] * self._parts, len(carried)
         of_rows = [layout.reduce((0,)) for layout in layouts] if self._adds_rows else []
-        registers = self.weight.registers.like(carried)
-        self.weight.write_outliers(0, registers)
 
         def chain(number: Scalar, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
             zeros = [p.constant(0.0, "f32", layout) for layout in (*layouts, *of_rows)]
@@ -68,10 +62,7 @@ class MmaChainMultiplier:
             scaled = self.weight.scaled
             return found[:held], [scaled(*each) for each in zip(sums, [turn.here.row_tile] * self._parts, of_x)]
 
-        carried, totals = chain_by_chain(p, chains, layouts, registers.flat(), chain)
-        registers = self.weight.registers.like(carried)
-        self.weight.find_outliers(registers, turn.next.row_tile)
-        return registers.flat(), totals
+        return chain_by_chain(p, chains, layouts, carried, chain)
 
     @property
     def _adds_rows(self) -> bool:
@@ -88,14 +79,11 @@ class MmaChainMultiplier:
         weight, chains, s = self.weight, self.plan.tiles.chains, self.plan.schedule
         registers, sums = weight.registers.like(carried[:held]), carried[held : held + self._parts]
         of_rows = carried[held + self._parts :]
-        row_tile, round_ = turn.coming(index)
-        coming, number = (row_tile, chains.start(round_)), turn.rounds_before + index
+        row_tile, following = turn.coming(index)
+        coming, number = (row_tile, chains.start(following)), turn.rounds_before + index
         weight.scales.use(number % 2)
         for panel in range(self.plan.round.panels):
-            following = index * self.plan.round.panels + (panel + 1)
-            lines = weight.load_outliers(following, registers)
             stage, weights = self.panels.wait(turn, index, panel), self._weights(panel, registers)
-            weight.go_on_to_outliers(following, lines, registers)
             for part, total in enumerate(sums):
                 x = self._layouts.load_x(self.p, self.p.stage(stage, part), s.tokens)
                 sums[part] = self._add_products(total, weights, x)
@@ -110,13 +98,10 @@ class MmaChainMultiplier:
     def _weights(self, panel: int, registers: WeightRegisters) -> list[_Weights]:
         """The weights of a panel by product."""
         weight, columns = self.weight, self._products.of_panel(panel)
-        sparse, weights = weight.sparse.fragments() if weight.sparse else None, list[_Weights]()
-        for some in columns:
-            of_codes = weight.fragments(some, panel, registers)
-            weights.append(_Weights(some, of_codes, *weight.scale_of(some, panel, registers)))
-            if sparse is not None and (unit := self._products.outliers_behind(some)):
-                of_unit = self.p.slice(sparse, 1, unit.start, unit.width)
-                weights.append(_Weights(unit, of_unit, None, None, are_outliers=True))
+        weights = [
+            _Weights(some, weight.fragments(some, panel, registers), *weight.scale_of(some, panel, registers))
+            for some in columns
+        ]
         for some in weights:
             self.p.materialize(some.a)
         return weights
@@ -138,8 +123,6 @@ class MmaChainMultiplier:
     def _added(self, total: Tile, some: _Weights, x: Tile) -> Tile:
         """total + scale * a x^T, and + offset * (sums of x)."""
         p, layout = self.p, self._layouts.sums
-        if some.are_outliers:
-            return p.add(total, p.mma(some.a, x, p.constant(0.0, "f32", layout)))
         if some.scale is None:
             return p.mma(some.a, x, total)
         total = p.fma(p.mma(some.a, x, p.constant(0.0, "f32", layout)), some.scale, total)

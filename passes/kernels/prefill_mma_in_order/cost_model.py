@@ -14,7 +14,6 @@ from lowbit.passes.kernels.prefill_mma.cost_model import decoding, least_time_of
 from lowbit.passes.kernels.prefill_mma_in_order.schedule import PrefillMmaInOrderSchedule
 from lowbit.passes.target import Target
 
-_OUTLIERS = 12.0  # instructions of a warp to write and read the outliers of a fragment
 _ADD = 4.0  # instructions of a warp to add a product of 16 x 8 to sums, or as many sums to others
 
 
@@ -40,6 +39,4 @@ def _beside(plan: PersistentPlan) -> float:
         found += added * BLOCK_K / of_product
     if plan.scaling.sums_x:
         found += columns / row_blocks
-    if plan.spec.outliers:
-        found += _OUTLIERS + columns + _ADD * columns * BLOCK_K / chains.outlier_columns
     return found + _ADD * columns * chains.count * BLOCK_K / plan.spec.packing.padded_k

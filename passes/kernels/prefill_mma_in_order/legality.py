@@ -39,8 +39,6 @@ def spills(spec: MatmulSpec, s: PrefillMmaInOrderSchedule) -> bool:
     plan = PersistentPlan(spec, s, MMA)
     chains, columns = plan.tiles.chains, plan.tiles.chains.product_columns
     sums = s.tokens // 2 * (3 if chains.are_apart else 2 if chains.count > 1 else 1)
-    if spec.outliers and _outliers_spill(plan):
-        return True
     if sums + s.row_blocks * loaded_registers(plan) > _MOST_REGISTERS:
         return True
     whole = spec.dtype.bits in _WHOLE
@@ -51,10 +49,3 @@ def spills(spec: MatmulSpec, s: PrefillMmaInOrderSchedule) -> bool:
     else:
         most = 128 if not columns else 96 if columns >= _LONG // 2 else 64
     return s.tokens > max(32, most * 2 // (3 if chains.are_apart else 2))
-
-
-def _outliers_spill(plan: PersistentPlan) -> bool:
-    """Whether registers do not hold x of a panel for two products, of codes and of outliers: they do so for few tokens
-    and columns, with long groups of codes that fill words."""
-    s, whole = plan.schedule, plan.spec.dtype.bits in _WHOLE
-    return s.tokens > 32 or s.panel_k > 64 or plan.tiles.chains.product_columns < _LONG or not whole

@@ -11,18 +11,14 @@ Constants are those of a target (`DecodeCosts`). Times are only as right as comp
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import DecodeCosts, EngineCosts
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.streaming.engine_plans import EngineClocks
 from lowbit.passes.kernels.streaming.legality import shared_room
 from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
 from lowbit.passes.kernels.streaming.stage_plans import padded
 from lowbit.passes.target import Target
-
-_READ_OUTLIERS, _WRITE_OUTLIERS = 4.0, 2.0  # clocks for 256 weights: by the bytes, and by instructions; not timed
 
 
 def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> float:
@@ -60,13 +56,6 @@ def costs_of(target: Target, wgmma: bool, integer_mma: bool) -> EngineCosts:
     return costs.wgmma if wgmma else costs.integer if integer_mma else costs.mma
 
 
-def with_outliers(engine: EngineClocks) -> EngineClocks:
-    """Returns the clocks with those of outliers that are a weight of their own: as many products again, two bytes for
-    each weight, and what it takes to write them and zeros in their places."""
-    products, reading = 2 * engine.products, engine.reading + _READ_OUTLIERS
-    return replace(engine, products=products, reading=reading, decoding=engine.decoding + _WRITE_OUTLIERS)
-
-
 class _Launch:
     """The predicted time of a launch, part by part, in microseconds. Blocks that run at the same time are a wave."""
 
@@ -75,8 +64,7 @@ class _Launch:
         self.token_tile, self.fitting = token_tile, fitting
         self.spec, self.schedule, self.steps = spec, s, steps = plan.spec, plan.schedule, plan.steps
         self.costs, self.common = costs_of(target, s.wgmma, s.integer_mma), target.costs.decode
-        engine, self.processors = plan.engine.clocks(self.costs, self.common), target.multiprocessors
-        self.engine = with_outliers(engine) if plan.outliers.of_step else engine
+        self.engine, self.processors = plan.engine.clocks(self.costs, self.common), target.multiprocessors
         self.waves = steps.tiles * s.split_k / (self.processors * (self.common.reach if s.cluster > 2 else 1.0))
         self.side_by_side = min(fitting, self.waves)
         self.x = steps.tiles * token_tile * spec.k * spec.x.bytes / self.costs.l2
@@ -129,7 +117,7 @@ class _Launch:
 
 def spills(plan: KernelPlan, target: Target) -> bool:
     """Whether a block has fewer registers than its threads need."""
-    needed = plan.registers - plan.engine.spare_registers
+    needed = plan.engine.registers - plan.engine.spare_registers
     return needed > target.max_registers_per_thread or needed * plan.schedule.threads > target.registers_per_sm
 
 
@@ -137,7 +125,7 @@ def blocks_per_sm(plan: KernelPlan, target: Target) -> int:
     """Blocks that a multiprocessor holds at a time, about; 0 if none has room."""
     s = plan.schedule
     given = 8 * (target.registers_per_sm // (8 * s.threads))  # in eights, as registers are handed out
-    used = min(target.max_registers_per_thread, padded(plan.registers, 8), given)
+    used = min(target.max_registers_per_thread, padded(plan.engine.registers, 8), given)
     most = s.max_blocks_per_sm
     by_registers = target.registers_per_sm // (s.threads * used)
     if most and plan.engine.takes_registers_left:

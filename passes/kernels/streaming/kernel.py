@@ -39,8 +39,7 @@ Zeros and offsets:
   correct zero points and the offset of signed codes.
 
 Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of them with x and
-adds the products to its sums, before, in or after the loop (`passes.kernels.streaming.outliers`); those of invariant
-matmuls as a weight of their own (`passes.kernels.outlier_steps`).
+adds the products to its sums, before, in or after the loop (`passes.kernels.streaming.outliers`).
 
 Where scales are codes, or e4m3, a warp computes them at the head of a step, once for all its lanes
 (`passes.kernels.scales.step_scales`).
@@ -154,7 +153,7 @@ class _Stream:
                 p.grid_wait()
                 operands.copy_x(step)
                 outliers.copy_step(step)
-            outliers.begin_step(self._first_step(loop.index), operands.x.buffer, loop.carried[count:])
+            outliers.begin_step(self._first_step(loop.index), operands.x.buffer)
             results = self.engine.step(loop.carried[:count], operands.codes.copied)
             loop.results = [*results, *outliers.end_step(loop.carried[count:])]
         outliers.end(loop.carried[count:])

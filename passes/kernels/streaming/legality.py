@@ -35,8 +35,6 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
     if s.outliers_by_step and not spec.outliers:
         weight = weight_in_words(spec)
         raise SpecError(f"schedule: outliers_by_step=True is for weights with outliers; {weight} needs False")
-    if plan.outliers.of_step:
-        _check_outliers(spec, s)
     plan.ending.check(target)
     if plan.shared_bytes > target.max_shared_per_block:
         raise SpecError(
@@ -68,16 +66,6 @@ def _check_raw_codes(spec: MatmulSpec, s: Schedule) -> None:
             f"schedule: {spec.weight} with zeros={spec.zeros!r} is multiplied as it is stored anyway; "
             "take raw_codes=False"
         )
-
-
-def _check_outliers(spec: MatmulSpec, s: Schedule) -> None:
-    """Outliers of an invariant matmul are multiplied in every step."""
-    for name in ("outliers_by_step", "preload_weights"):
-        if getattr(s, name):
-            raise SpecError(
-                f"schedule: outliers of {weight_in_words(spec)} are multiplied as a weight of their own where "
-                f"invariant=True; take {name}=False"
-            )
 
 
 def _check_preloaded(plan: KernelPlan) -> None:

@@ -26,7 +26,6 @@ class Mma(Engine):
 
     def __init__(self, block: Block, operands: Operands) -> None:
         self.block, self.p, self.plan, self.x = block, block.p, block.plan, operands.x
-        self.outliers = operands.outliers
         self.codes, self.fragments = weight_fragments(block.schedule), x_fragments(block.schedule)
         self.sums = sum_fragments(block.schedule)
         self.row = self.sums.reduce((1,))
@@ -51,7 +50,6 @@ class Mma(Engine):
             product = p.mma(a_group, b_group, self._begun(b_group, group * width))
             sums = p.row_sums(b_group, self.row) if self.plan.arithmetic.zeros_in_sums else None
             total = self.scaling.add_scaled(total, product, group, sums)
-            total = self.outliers.add_products(total, (group + 1) * width, b)
         return [total]
 
     def end(self, carried: list[Tile]) -> Tile:

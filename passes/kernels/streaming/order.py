@@ -11,7 +11,6 @@ from typing import TypeVar
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily
 from lowbit.passes.kernels.decode.schedule import ROTATED, Schedule
-from lowbit.passes.kernels.outlier_steps import AS_WEIGHTS
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.kernels.streaming.bounds import Bounds
 from lowbit.passes.kernels.streaming.candidates import Block, least_schedules, of_block, step_lengths
@@ -50,9 +49,7 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
         "rounded zeros": scaling.rounds_zeros,
     }
     yield from (name for name, holds in flags.items() if holds)
-    if plan.outliers.of_step:
-        yield AS_WEIGHTS
-    elif spec.outliers:
+    if spec.outliers:
         yield f"outliers {'by step' if s.outliers_by_step else 'first' if plan.outliers.are_spread else 'last'}"
     if s.warps_k > 1 and s.split_k > 1 and not (spec.invariant and s.cluster > 1):
         yield APART

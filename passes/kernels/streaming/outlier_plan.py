@@ -9,7 +9,6 @@ from lowbit.dialect.formats.outliers import ENTRIES, LANE_SUMS, LINE, SPARE, lin
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.outlier_steps import OutlierSteps, are_weights, unit_of
 from lowbit.passes.kernels.streaming.stage_plans import CodesPlan, padded
 from lowbit.passes.kernels.streaming.steps import Steps
 
@@ -51,22 +50,6 @@ class OutlierPlan:
         return 4 * math.ceil((math.ceil(ROWS * self.schedule.step_k / 80 / ENTRIES) + 1) / 4)
 
     @property
-    def of_step(self) -> OutlierSteps | None:
-        """What a warp holds of outliers that are a weight of their own; None of others. One token has none of these."""
-        return OutlierSteps(self.spec, self.schedule.step_k) if are_weights(self.spec) and not self.are_spread else None
-
-    @property
-    def registers(self) -> int:
-        """Registers of a thread for outliers that are a weight of their own; with mma.sync x of a unit is held for
-        their products, too."""
-        if not self.of_step:
-            return 0
-        s = self.schedule
-        unit = unit_of(s.step_k // self.steps.groups, s.step_k)
-        of_x = 0 if s.wgmma else unit * s.columns // 64
-        return s.row_blocks * (self.of_step.registers + unit // 8) + of_x
-
-    @property
     def are_spread(self) -> bool:
         """Whether products with outliers are spread over the eight columns that one token has."""
         return self.schedule.tokens == 1
@@ -99,10 +82,7 @@ class OutlierPlan:
         """Bytes beside the stages, in front of the codes."""
         if not self.spec.outliers:
             return 0
-        s, row_blocks = self.schedule, self.schedule.warps_k * self.steps.row_blocks
-        if self.of_step:
-            return padded(row_blocks * self.of_step.bytes_of_row_block)
-        rows = row_blocks * 4 * LINE
+        s, rows = self.schedule, self.schedule.warps_k * self.steps.row_blocks * 4 * LINE
         if s.outliers_by_step:
             turned = padded(s.warps_k * s.tokens * (s.step_k + SPARE) * self.spec.x.bytes)
             return turned + padded(self.steps.stages * rows * self.step_lines)
@@ -113,8 +93,7 @@ class OutlierPlan:
     @property
     def bytes_after(self) -> int:
         """Bytes that take the place of the stages, when the loop has ended."""
-        in_loop = self.schedule.outliers_by_step or self.are_spread or self.of_step is not None
-        after_loop = self.spec.outliers and not in_loop
+        after_loop = self.spec.outliers and not self.schedule.outliers_by_step and not self.are_spread
         return self._scratch_bytes if after_loop else 0
 
     @property

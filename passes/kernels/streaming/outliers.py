@@ -1,7 +1,7 @@
 """Outliers in the decode kernel: a warp multiplies its share of them with x, and adds the products to its sums.
 
 Outliers stand in lines, which belong to row blocks (`dialect.formats.outliers`); warps and splits that share rows share
-their lines out. There are four ways, which differ in when lines are multiplied and where x comes from then:
+their lines out. There are three ways, which differ in when lines are multiplied and where x comes from then:
 
 - `_AfterLoop`: after the loop over k, with x from device memory. The first lines of each row block are copied beside
   the weight.
@@ -10,22 +10,14 @@ their lines out. There are four ways, which differ in when lines are multiplied 
   front of the wait for the kernel before.
 - `_ByStep` (`Schedule.outliers_by_step`): behind the products of each step, with the x that the step has in shared
   memory, turned so that a column's tokens stand side by side.
-- `_AsWeights`, of invariant matmuls: the same, as fragments in which all other weights are zero
-  (`passes.kernels.outlier_steps`). A warp keeps its words of a step's lines in registers, and loads those of the next
-  while it multiplies.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from lowbit.dialect.formats.outliers import INDEX_ENDS, LINE, SPARE
-from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.passes.builder import Memory, OutlierShare, Scalar, Tile
-from lowbit.passes.kernels.outlier_steps import OutlierSteps, unit_of
 from lowbit.passes.kernels.streaming.block import Block
-from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments
 
 
 class Outliers:
@@ -56,13 +48,8 @@ class Outliers:
     def copy_step(self, step: Scalar) -> None:
         """Starts to copy the lines of a step."""
 
-    def begin_step(self, step: Scalar, x: Memory, carried: list[Tile]) -> None:
-        """Prepares for the outliers of a step, whose activations have come. carried: what the loop carries of them."""
-
-    def add_products(self, total: Tile, end: int, x: Tile | None = None) -> Tile:
-        """Returns an engine's sums behind the products of a step's columns up to `end`, with those of outliers that
-        come then. x: the step's activations as fragments, where the engine has them."""
-        return total
+    def begin_step(self, step: Scalar, x: Memory) -> None:
+        """Prepares for the outliers of a step, whose activations have come."""
 
     def end_step(self, carried: list[Tile]) -> list[Tile]:
         """Returns what the loop carries, with the products of this step's outliers."""
@@ -166,7 +153,7 @@ class _ByStep(_Lines):
         width = self.schedule.step_k
         self.p.copy_lines(self.share.table, self.index, self.lines, step * width, width)
 
-    def begin_step(self, step: Scalar, x: Memory, carried: list[Tile]) -> None:
+    def begin_step(self, step: Scalar, x: Memory) -> None:
         self.column = step * self.schedule.step_k
         self.p.transpose(x, self.turned, self.work.tokens)
 
@@ -182,76 +169,10 @@ class _ByStep(_Lines):
         return total if self.products is None else self.p.add(total, self.products)
 
 
-class _AsWeights(_Lines):
-    """The outliers of a step are written to shared memory, where they are fragments among zeros, and read as a weight
-    is. What the loop carries is the words of a step's lines."""
-
-    def __init__(self, block: Block, of_step: OutlierSteps) -> None:
-        super().__init__(block)
-        s = self.schedule
-        self.index_layout = self.warps.local(1, s.row_blocks, of_step.numbers, 1).spatial(1, 1, 1, LINE)
-        self.unit = unit_of(s.step_k // block.plan.steps.groups, s.step_k)
-        self.lines_layout = self.warps.local(1, s.row_blocks, of_step.lines, 1).spatial(1, 1, 1, LINE)
-        self.lanes = self._lanes(s.step_k)
-        self.buffer = block.alloc(self.spec.act, self.lanes.shape)
-
-    def _lanes(self, columns: int) -> Layout:
-        """The layout of fragments of so many columns, as lanes read them."""
-        s = self.schedule
-        warps = spatial(s.warps_k, s.warps_n, 1, 1, 1).local(1, s.row_blocks, columns // BLOCK_K, 1, 1)
-        return warps.spatial(1, 1, 1, 32, 1).local(1, 1, 1, 1, 8)
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.p.store(self.p.constant(0.0, self.spec.act, self.lanes), self.buffer, (0, 0, 0, 0, 0))
-        self.p.barrier("warps", 1)
-
-    def begin(self, carried: list[Tile], sums: Layout) -> list[Tile]:
-        self.index = self.p.index_outliers(self.share, self.index_layout)
-        first = self.work.split() * (self.block.plan.steps.rounds * self.schedule.warps_k)
-        return [*carried, self._load(first)]
-
-    def _load(self, step: Scalar) -> Tile:
-        """Starts to load the lines of a step."""
-        width = self.schedule.step_k
-        return self.p.load_lines(self.share.table, self.index, self.lines_layout, step * width, width)
-
-    def begin_step(self, step: Scalar, x: Memory, carried: list[Tile]) -> None:
-        (self.lines,), self.x, self.column = carried, x, step * self.schedule.step_k
-        self._place(erase=False)
-        self.following = self._load(step + self.schedule.warps_k)
-
-    def _place(self, erase: bool) -> None:
-        self.p.place_outliers(self.share.table, self.index, self.lines, self.buffer, self.column, erase)
-        self.p.barrier("warps", 1)
-
-    def add_products(self, total: Tile, end: int, x: Tile | None = None) -> Tile:
-        if end % self.unit:
-            return total
-        p, s, start = self.p, self.schedule, end - self.unit
-        loaded = p.load(self.buffer, (0, 0, start // BLOCK_K, 0, 0), self._lanes(self.unit))
-        a = p.view(loaded, self.spec.act, weight_fragments(replace(s, step_k=self.unit)))
-        zero = p.constant(0.0, "f32", sum_fragments(s))
-        if x is None:
-            product = p.warpgroup_mma(a, self.x, start, zero)
-        else:
-            product = p.mma(a, p.slice(x, 2, start, self.unit), zero)
-        total = p.add(total, product)
-        p.materialize(total)  # before the fragments of another unit are loaded
-        return total
-
-    def end_step(self, carried: list[Tile]) -> list[Tile]:
-        self.p.barrier("warps", 1)
-        self._place(erase=True)
-        return [self.following]
-
-
 def outliers_of(block: Block) -> Outliers:
     """Returns how the outliers of a block are multiplied."""
     if not block.spec.outliers:
         return Outliers()
-    if of_step := block.plan.outliers.of_step:
-        return _AsWeights(block, of_step)
     if block.schedule.outliers_by_step:
         return _ByStep(block)
     return _OneToken(block) if block.plan.outliers.are_spread else _AfterLoop(block)

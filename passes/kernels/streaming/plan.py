@@ -58,13 +58,7 @@ class KernelPlan:
     @property
     def rounding(self) -> dict[str, bool]:
         """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
-        rounding = {"dequantized": self.scaling.rounds_scales, "rounded_zeros": self.scaling.rounds_zeros}
-        return rounding | ({"rounded_outliers": True} if self.outliers.of_step else {})
-
-    @property
-    def registers(self) -> int:
-        """Registers of a thread, about."""
-        return self.engine.registers + self.outliers.registers
+        return {"dequantized": self.scaling.rounds_scales, "rounded_zeros": self.scaling.rounds_zeros}
 
     @cached_property
     def shared_bytes(self) -> int:

@@ -29,7 +29,6 @@ class Wgmma(Engine):
 
     def __init__(self, block: Block, operands: Operands) -> None:
         self.block, self.p, self.plan, self.x = block, block.p, block.plan, operands.x
-        self.outliers = operands.outliers
         self.codes, self.sums = weight_fragments(block.schedule), sum_fragments(block.schedule)
         self.row = self.sums.reduce((1,))
         self.scales = Scales(block, operands.scales, self.sums)
@@ -46,10 +45,9 @@ class Wgmma(Engine):
             sums = [p.add(c, self._sums_of_x(0, width)) for c in carried[1:]]
             return [p.warpgroup_mma(a, self.x.buffer, 0, carried[0]), *sums]
         (total,) = carried
-        columns = width // groups
-        for group, start in enumerate(range(0, width, columns)):
-            total = self._add_group(total, p.slice(a, 2, start, columns), group, start)
-            total = self.outliers.add_products(total, start + columns)
+        for group in range(groups):
+            start = group * (width // groups)
+            total = self._add_group(total, p.slice(a, 2, start, width // groups), group, start)
         return [total]
 
     def _add_group(self, total: Tile, weights: Tile, group: int, start: int) -> Tile:
