@@ -10,18 +10,6 @@ far it has come.
         %sparse = lowbit.load %buffer       fragments
         lowbit.barrier
         lowbit.erase_outliers %buffer, %cursor
-
-Or, where columns are visited in another order, by an *index* of the row block's lines, which tells where those of any
-columns are:
-
-    %index = lowbit.index_outliers %outliers, %block
-    loop over steps of columns, whose buffer is all zeros:
-        %lines = lowbit.load_lines %outliers, %index, %column
-        lowbit.place_outliers %outliers, %index, %lines, %buffer, %column
-        lowbit.barrier
-        %sparse = lowbit.load %buffer       fragments
-        lowbit.barrier
-        lowbit.place_outliers %outliers, %index, %lines, %buffer, %column {erases}
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
@@ -34,7 +22,6 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.dialect.ops.common import I32
-from lowbit.dialect.optional import Flag
 from lowbit.dialect.types import Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, read_layout, row_major
 
 
@@ -376,52 +363,3 @@ class EraseOutliersOp(Lowbit.Operation, name="erase_outliers"):
     @verifier
     def verify_invariants(op: Any) -> None:
         _check_fragments(op.buffer, _check_cursor(op.cursor))
-
-
-class LoadLinesOp(Lowbit.Operation, name="load_lines"):
-    """Words of the first lines with outliers of some columns, a word for each lane: [warps, row blocks, lines, 32] of
-    i32. They are the last line that begins in front of the columns, and those after it; zeros where there is none.
-
-    index: of the row blocks. Each warp has `columns` columns, side by side from `column` on. In front of a loop with a
-    `pipeline` they are loaded behind the first copies that are started there.
-    """
-
-    outliers: ext.Operand[GlobalType]
-    index: ext.Operand[RegType]
-    column: ext.Operand[I32]
-    columns: ir.IntegerAttr
-    result: ext.Result[RegType]
-
-    @verifier
-    def verify_invariants(op: Any) -> None:
-        _check_table(op.outliers)
-        expected, found = _check_words(op.index), _check_words(op.result)
-        expect(found == expected, "warps and row blocks of the lines", expected, found)
-        in_range(op.columns, "columns", 1)
-
-
-class PlaceOutliersOp(Lowbit.Operation, name="place_outliers"):
-    """buffer[warp, row block, c] = value for every outlier whose column less the warp's first is a column c of the
-    buffer; with `erases`, 0 in the same places. Warps have as many columns each, side by side from `column` on.
-
-    lines: those that `load_lines` gives of these columns; what is behind them is read where it lies. The buffer [warps,
-    row blocks, columns / 16, 32, 8] is in the order of fragments of mma.m16n8k16: eight elements of each lane. Values
-    are rounded to its type. Each warp writes its part of it: barriers of a warp are enough, before and after.
-    """
-
-    outliers: ext.Operand[GlobalType]
-    index: ext.Operand[RegType]
-    lines: ext.Operand[RegType]
-    buffer: ext.Operand[SharedType]
-    column: ext.Operand[I32]
-    erases = Flag()
-
-    @verifier
-    def verify_invariants(op: Any) -> None:
-        buffer, expected = Shared.of(op.buffer.type), _check_words(op.index)
-        _check_table(op.outliers)
-        activation(buffer.element, "element of the buffer")
-        dense = len(buffer.shape) == 5 and buffer.shape[3:] == (32, 8) and buffer.strides == row_major(buffer.shape)
-        expect(dense, "buffer", "[warps, row blocks, blocks, 32, 8], dense", op.buffer.type)
-        for name, found in (("lines", _check_words(op.lines)), ("buffer", buffer.shape[:2])):
-            expect(list(found) == expected, f"warps and row blocks of the {name}", expected, list(found))

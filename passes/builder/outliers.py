@@ -98,17 +98,3 @@ class Outliers(Operations):
     def erase_outliers(self, buffer: Memory, cursor: Tile) -> None:
         """Writes 0 where the `scatter_outliers` with this result has written."""
         ops.EraseOutliersOp(buffer.value, cursor.value)
-
-    def load_lines(self, outliers: Memory, index: Tile, layout: Layout, column: Index, columns: int) -> Tile:
-        """The words of the first lines with outliers of every warp's columns, so many side by side from `column` on:
-        [warps, row blocks, lines, 32]."""
-        reg = Reg("i32", layout)
-        return Tile(ops.LoadLinesOp(outliers.value, index.value, as_i32(column), i64(columns), reg.type).result)
-
-    def place_outliers(
-        self, outliers: Memory, index: Tile, lines: Tile, buffer: Memory, column: Index, erase: bool = False
-    ) -> None:
-        """Writes the outliers of every warp's columns, the first lines of which `load_lines` has loaded, to a buffer of
-        fragments; or 0 in their places."""
-        op = ops.PlaceOutliersOp(outliers.value, index.value, lines.value, buffer.value, as_i32(column))
-        op.erases = erase

@@ -1,6 +1,8 @@
-"""The rules of `copy_lines`, `transpose` and `sparse_step`: products of several tokens with the outliers of a step, by
-mma, with the activations that the step has in shared memory. The lines are found by their index
-(`passes.lowering.outlier_index`).
+"""The rules of `index_outliers`, `copy_lines`, `transpose` and `sparse_step`: products of several tokens with the
+outliers of a step, by mma, with the activations that the step has in shared memory.
+
+Lines are sorted by column, and so are their first columns. A warp keeps those of its row blocks in registers, a line to
+a lane: how many of them are below a step's first column tells at which line the step's outliers begin.
 
 Operand A of a line is that of `sparse_mma`. Operand B needs no copies: where tokens stand side by side, the x of eight
 tokens that an outlier meets is 16 bytes, a row of a matrix that ldmatrix loads, and each lane gives the address of the
@@ -10,12 +12,12 @@ row that its word names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
 from lowbit.dialect.elements import ELEMENTS
-from lowbit.dialect.formats.outliers import LINE, ROW_BITS, SPAN, SPARE, scratch_terms
+from lowbit.dialect.formats.outliers import INDEX_ENDS, LINE, ROW_BITS, SPAN, SPARE, scratch_terms
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import Layout
@@ -25,15 +27,52 @@ from lowbit.passes.lowering.addressing import Place
 from lowbit.passes.lowering.context import LoweringContext, either, int_attr, when
 from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
 from lowbit.passes.lowering.mma import ldmatrix, mma_sync
-from lowbit.passes.lowering.outlier_index import NO_COLUMN, LineIndex, first_column, first_line, line_indexes
-from lowbit.passes.lowering.outlier_lines import WORD, first_word
+from lowbit.passes.lowering.outlier_lines import WORD, first_word, lines_of, word
 from lowbit.passes.lowering.outlier_share import PIECE, WARP, Sums, place_of_warp, word_if
 from lowbit.passes.lowering.registry import lowers
 
+_NO_COLUMN = (1 << 30) - 1  # of lanes without a line: more than any
 _PER_COPY = WARP * PIECE // LINE  # lines that a warp copies at a time
 _USUAL = 2  # lines that outliers of a step are in at least, if there are as many as usual
 _MATRIX_ROW = 16  # bytes of a row that ldmatrix loads
 _ROW_BYTES = 128  # of a token in a panel of activations
+
+
+class _Index(NamedTuple):
+    """A row block's lines: the first, that behind the last, and the first columns of those that a lane has."""
+
+    start: Any
+    end: Any
+    heads: list[Any]
+
+
+def _of_rows(tile: Fragment) -> list[list[Any]]:
+    """Returns a tile's numbers, row block by row block."""
+    count, numbers = tile.reg.shape[2], tile.registers("scalar")
+    return [numbers[i : i + count] for i in range(0, len(numbers), count)]
+
+
+def _indexes(tile: Fragment) -> list[_Index]:
+    return [_Index(start, end, heads) for start, end, *heads in _of_rows(tile)]
+
+
+@lowers(ops.IndexOutliersOp)
+def index_outliers(op: Any, c: LoweringContext) -> None:
+    """All first columns are asked for at once, when the table has come."""
+    reg, table = Reg.of(op.result.type), c.places[op.outliers]
+    _, first = place_of_warp(c, reg.layout, ROWS)
+    block, lane = arith.addi(c.scalars[op.first_block], first), c.thread_digit(WARP)
+    count = reg.shape[2]
+    nvvm.bar_warp_sync(emit.constant(-1))
+    ends = [lines_of(table, arith.addi(block, emit.constant(i))) for i in range(reg.layout.locals // count)]
+    numbers: list[Any] = []
+    for start, end in ends:
+        mine = arith.addi(start, lane)
+        pointer = emit.offset_bytes(table.base, dynamic=arith.muli(first_word(mine), emit.constant(WORD, 64)))
+        lines = arith.subi(end, mine)
+        heads = [word_if(pointer, i * WARP, lines, _NO_COLUMN) for i in range(count - INDEX_ENDS)]
+        numbers += [start, end, *heads]
+    c.tiles[op.result] = Fragment(reg, "scalar", numbers.__getitem__)
 
 
 @lowers(ops.CopyLinesOp)
@@ -41,11 +80,11 @@ def copy_lines(op: Any, c: LoweringContext) -> None:
     """A lane copies a piece of 16 bytes of every fourth line; zeros where there is no line."""
     index, target = c.tiles[op.index], c.places[op.target]
     lane, lines = c.thread_digit(WARP), target.type.shape[2]
-    column = first_column(op, c, index.reg.layout, int_attr(op, "columns"))
+    column = _first_column(op, c, index.reg.layout, int_attr(op, "columns"))
     own, table = _own_lines(c, target, index.reg.layout, ROWS), c.places[op.outliers]
     piece = arith.muli(lane, emit.constant(PIECE * WORD))
-    for row, numbers in enumerate(line_indexes(index)):
-        line = first_line(numbers, column, table, lane)
+    for row, numbers in enumerate(_indexes(index)):
+        line = _first_line(numbers, column, table, lane)
         mine = arith.addi(line, arith.divui(lane, emit.constant(LINE // PIECE)))
         offset = arith.muli(first_word(line), emit.constant(WORD, 64))
         from_ = emit.offset_bytes(table.base, dynamic=arith.addi(offset, arith.extui(emit.integer(64), piece)))
@@ -63,6 +102,41 @@ def _own_lines(c: LoweringContext, lines: Place, layout: Layout, unit: int) -> A
     place = arith.muli(warp, emit.constant(WORD * lines.type.strides[0]))
     place = arith.addi(place, arith.muli(row_block, emit.constant(WORD * lines.type.strides[1])))
     return emit.offset_bytes(lines.base, dynamic=place)
+
+
+def _first_line(index: _Index, column: Any, table: Place, lane: Any) -> Any:
+    """Returns the last line that begins in front of a column, as its outliers may reach beyond it."""
+    before = _lines_before(index, column, table, lane)
+    return arith.addi(index.start, arith.maxsi(arith.subi(before, emit.constant(1)), emit.constant(0)))
+
+
+def _first_column(op: Any, c: LoweringContext, layout: Layout, columns: int) -> Any:
+    """Returns the first column of this warp's step."""
+    warp, _ = place_of_warp(c, layout, ROWS)
+    return arith.addi(c.scalars[op.column], arith.muli(warp, emit.constant(columns)))
+
+
+def _lines_before(index: _Index, column: Any, table: Place, lane: Any) -> Any:
+    """Counts the lines of a row block that begin in front of a column: those that lanes have, and where there are more,
+    those in memory."""
+    count = emit.constant(0)
+    for head in index.heads:
+        count = arith.addi(count, _lanes(emit.below(head, column)))
+    first = arith.addi(index.start, emit.constant(WARP * len(index.heads)))
+    loop = scf.ForOp(first, index.end, emit.constant(WARP), [count])
+    with ir.InsertionPoint(loop.body):
+        line = arith.addi(loop.induction_variable, lane)
+        there = emit.below(line, index.end)
+        head = word(table, first_word(arith.select(there, line, index.start)))
+        some = _lanes(arith.andi(there, emit.below(head, column)))
+        scf.YieldOp([arith.addi(loop.inner_iter_args[0], some)])
+    return loop.results[0]
+
+
+def _lanes(condition: Any) -> Any:
+    """Counts the lanes of a warp of which something is true."""
+    kind = ir.Attribute.parse("#nvvm<vote_sync_kind ballot>")
+    return emit.intrinsic("llvm.ctpop", nvvm.vote_sync(emit.constant(-1), condition, kind))
 
 
 @lowers(ops.TransposeOp)
@@ -127,7 +201,7 @@ def sparse_step(op: Any, c: LoweringContext) -> None:
     at = {place: i for i, place in enumerate(fragment_blocks(reg.layout, MMA_M16N8_D))}
     rows, columns = (sorted({place[d] for place in at}) for d in range(2))
     products = _StepProducts(op, c, reg)
-    for row, index in zip(rows, line_indexes(c.tiles[op.index])):
+    for row, index in zip(rows, _indexes(c.tiles[op.index])):
         slots = [4 * at[row, column] + j for column in columns for j in range(4)]
         sums = products.add(row, index, [registers[slot] for slot in slots])
         for slot, value in zip(slots, sums):
@@ -150,12 +224,12 @@ class _StepProducts:
         self._first = arith.addi(c.scalars[op.column], arith.muli(warp, emit.constant(self._columns)))
         self._limit = arith.addi(self._first, emit.constant(self._columns))
         is_head = arith.cmpi(arith.CmpIPredicate.eq, self._lane, emit.constant(0))
-        self._from = arith.select(is_head, emit.constant(NO_COLUMN), arith.subi(emit.constant(0), self._first))
+        self._from = arith.select(is_head, emit.constant(_NO_COLUMN), arith.subi(emit.constant(0), self._first))
         self._pairs = arith.muli(c.thread_digit(4), emit.constant(2 * WORD))
         row = c.thread_digit(8, 4)
         self._rows = [arith.muli(arith.addi(row, emit.constant(8 * i)), emit.constant(0x10001)) for i in range(2)]
 
-    def add(self, row: int, index: LineIndex, sums: Sums) -> Sums:
+    def add(self, row: int, index: _Index, sums: Sums) -> Sums:
         """Adds the products of a row block."""
         count = self._lines.type.shape[2]
         own = emit.offset_bytes(self._own, static=row * count * LINE * WORD)
@@ -222,11 +296,11 @@ class _StepProducts:
             left = [arith.subf(value, arith.extf(f32, r)) for value, r in zip(left, rounded)]
         return found
 
-    def _walk(self, index: LineIndex, sums: Sums) -> Sums:
+    def _walk(self, index: _Index, sums: Sums) -> Sums:
         """Adds the lines behind those that have been copied, as long as they begin in the step. Each takes the place
         of the last line."""
         count = self._lines.type.shape[2]
-        first = arith.addi(first_line(index, self._first, self._table, self._lane), emit.constant(count))
+        first = arith.addi(_first_line(index, self._first, self._table, self._lane), emit.constant(count))
         types = [emit.integer(), *(value.type for value in sums)]
         loop = scf.WhileOp([*types, emit.integer()], [first, *sums])
         before = loop.regions[0].blocks.append(*types)

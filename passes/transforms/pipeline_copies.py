@@ -9,10 +9,10 @@ next. A loop of fewer rounds than S has a stage for each of them, and starts all
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
 is nothing to do but wait, tables are filled (`lowbit.fill_table`) and outliers asked for (`lowbit.copy_outliers`, or in
-front of the loop `lowbit.load_outliers`, `lowbit.index_outliers` and `lowbit.load_lines`), once. Outliers that are
-loaded in front of the loop are multiplied (`lowbit.sparse_vector`) behind all copies that are started there. With a
-`prefetch_limit` no more than that many rounds of the first are under way at a time, so that the kernel before need not
-queue behind them for its activations.
+front of the loop `lowbit.load_outliers` and `lowbit.index_outliers`), once. Outliers that are loaded in front of the
+loop are multiplied (`lowbit.sparse_vector`) behind all copies that are started there. With a `prefetch_limit` no more
+than that many rounds of the first are under way at a time, so that the kernel before need not queue behind them for its
+activations.
 
 Lines of outliers (`lowbit.copy_lines`) are copied behind all else of a round, in a group of their own: where they are,
 it takes an answer from memory to know, and it is the end of a round that needs them (`lowbit.sparse_step`).
@@ -45,8 +45,7 @@ from lowbit.passes.transforms.stage_signals import Signals
 _APART = "lowbit.copy_lines"
 _COPIES = ("lowbit.copy_async", "lowbit.copy_rows", "lowbit.copy_padded", _APART)
 _ONCE = ("lowbit.fill_table", "lowbit.copy_outliers")
-_BEFORE_WAIT = ("lowbit.load_outliers", "lowbit.index_outliers", "lowbit.load_lines")
-_BEHIND_COPIES = ("lowbit.sparse_vector",)
+_BEFORE_WAIT, _BEHIND_COPIES = ("lowbit.load_outliers", "lowbit.index_outliers"), ("lowbit.sparse_vector",)
 
 
 @dataclass(frozen=True)
