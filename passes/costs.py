@@ -71,6 +71,7 @@ class DecodeCosts:
     lone           times as long where blocks start and end alone on a multiprocessor, wave after wave (`spread_k`)
     spread_start   microseconds more until blocks with `spread_k` have begun, as x is laid out over columns
     split_limbs    clocks for 256 codes, divided by the row blocks that share the digits of x
+    outlier        clocks of a multiprocessor for the product of an outlier and a token
     """
 
     mma: EngineCosts
@@ -85,6 +86,7 @@ class DecodeCosts:
     lone: float
     spread_start: float
     split_limbs: float
+    outlier: float
 
 
 @dataclass(frozen=True)

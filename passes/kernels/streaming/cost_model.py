@@ -21,6 +21,9 @@ from lowbit.passes.kernels.streaming.stage_plans import padded
 from lowbit.passes.target import Target
 
 
+_LEAST_WITH_OUTLIERS = 8  # tokens: products with outliers of one take as long
+
+
 def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> float:
     """About how many microseconds a call takes, inf where there is no room for a block: good for comparing schedules,
     not for more."""
@@ -29,7 +32,8 @@ def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> f
     if not fitting:
         return math.inf
     launch = _Launch(plan, token_tile, target, fitting)
-    return (launch.work() + launch.ends()) * correction(spec, token_tile, s.wgmma, s.cluster, target.costs.decode)
+    factor = correction(spec, token_tile, s.wgmma, s.cluster, target.costs.decode)
+    return (launch.work() + launch.ends()) * factor + launch.outliers()
 
 
 def bounds(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> dict[str, float]:
@@ -104,6 +108,12 @@ class _Launch:
         if s.warps_n > 1 and self.token_tile > 1:
             arithmetic *= self.costs.barrier * (self.costs.per_warp if s.refill == "per_warp" else 1.0)
         return arithmetic
+
+    def outliers(self) -> float:
+        """The time of products with one outlier in a hundred weights, which are many times those of codes."""
+        spec, common = self.spec, self.common
+        clocks = common.outlier * max(_LEAST_WITH_OUTLIERS, self.schedule.tokens) * spec.outliers
+        return spec.n * spec.k / 100 / self.processors * clocks / common.clock
 
     def ends(self) -> float:
         """The time of blocks before their first round and after the last; splits add up their sums."""
