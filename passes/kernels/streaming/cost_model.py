@@ -20,7 +20,6 @@ from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
 from lowbit.passes.kernels.streaming.stage_plans import padded
 from lowbit.passes.target import Target
 
-
 _LEAST_WITH_OUTLIERS = 8  # tokens: products with outliers of one take as long
 
 
