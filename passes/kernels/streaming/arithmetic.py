@@ -7,7 +7,6 @@ offsets that no weight has, are made up for by sums of x.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from lowbit.dialect.formats.byte_codes import has_signs, sums_correct
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
@@ -47,8 +46,14 @@ class Arithmetic:
 
     @property
     def subtracts_in_bytes(self) -> bool:
-        """Whether zeros, and the offset of signed codes, are subtracted from codes that become bytes."""
-        return bytes_need(self.spec, self.schedule.tokens) == "difference"
+        """Whether zeros, and the offset of signed codes, are subtracted from codes that become bytes. Sums of x, which
+        make up for them otherwise, take instructions for every token. Differences of codes of 8 bits are no bytes. With
+        one result for every number of tokens all do the same in f8e4m3; in i8 both are exact."""
+        spec = self.spec
+        if spec.compute is None or not sums_correct(spec.dtype, spec.compute, spec.zeros):
+            return False
+        alike = spec.invariant and spec.compute == "f8e4m3"
+        return self.schedule.tokens > _MOST_WITH_SUMS_OF_BYTES and spec.dtype.bits < 8 and not alike
 
     @property
     def raw_codes(self) -> bool:
@@ -138,16 +143,6 @@ class Arithmetic:
             return 0.0
         more = _MINUS[self.spec.compute] * 256 / 4 / 128 if self.subtracts_in_bytes else 0.0
         return more + (costs.e4m3 if self.spec.compute == "f8e4m3" else 0.0)
-
-
-def bytes_need(spec: MatmulSpec, tokens: int) -> Literal["nothing", "sums of x", "difference"]:
-    """Returns what makes up for zeros and offsets of codes that become bytes in a tile of so many tokens: sums of x,
-    which take instructions for every token, or the difference of a code and its zero, which is no byte where codes have
-    8 bits. With one result for every number of tokens all do the same in f8e4m3; in i8 both are exact."""
-    if spec.compute is None or not sums_correct(spec.dtype, spec.compute, spec.zeros):
-        return "nothing"
-    alike = spec.invariant and spec.compute == "f8e4m3"
-    return "sums of x" if tokens <= _MOST_WITH_SUMS_OF_BYTES or spec.dtype.bits == 8 or alike else "difference"
 
 
 def can_use_raw_codes(spec: MatmulSpec) -> bool:
