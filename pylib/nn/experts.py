@@ -18,6 +18,7 @@ slower the more experts there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, cast
 from weakref import WeakSet
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import assume_constant_result, is_compiling, is_exporting
 
-from lowbit.dialect.errors import QuantizeError, SpecError
+from lowbit.dialect.errors import PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.experts.routing import check_routing
 from lowbit.pylib.nn.dense_experts import MATRICES, apply_gate, count_of, is_transposed, sorted_routing
@@ -320,12 +321,14 @@ def _is_exported() -> bool:
 def _stack_all() -> bool:
     """Stacks the weights of all experts on GPUs, while torch.compile traces one of them: those of the others are next.
 
-    It takes no arguments, of which torch would ask that they are the same for every layer that shares a graph.
+    It takes no arguments, of which torch would ask that they are the same for every layer that shares a graph. Weights
+    of another model that are not numbers, as it is not loaded yet, stay as they are: its own calls stack them.
     """
     for experts in list(_alive):
         codes = cast(LowbitLinear, experts.gate_up[0])._buffers.get("codes")
         if codes is not None and target_of(codes.device) is not None and not experts._is_stacked():
-            experts._stack()
+            with suppress(PackError):
+                experts._stack()
     return True
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import LowbitExperts, LowbitLinear, PackError, QuantConfig, SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.scheduling.expert_rule import tile_for
+from lowbit.passes.scheduling.expert_rule import tile_for, tiles_of
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.experts.routing import route
 from lowbit.pylib.nn import experts as experts_module
@@ -246,6 +246,21 @@ def test_on_a_cpu(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
     torch._dynamo.reset()
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager")
     assert torch.equal(compiled(*call), found)
+
+
+def test_another_model_that_is_not_loaded_yet_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is traced, the experts of all are stacked; but not of scales that are no numbers."""
+    emulate("cpu", monkeypatch)
+    experts, other, call = quantized(), quantized(), call_of(5)
+    found, scales = experts(*call), [layer.scales.clone() for layer in other.gate_up]
+    for layer in other.gate_up:
+        layer.scales.fill_(torch.nan)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(experts, fullgraph=True, backend="eager")(*call), found)
+    assert not other._is_stacked() and not any(isinstance(layer, GatedLinear) for layer in other.gate_up)
+    for layer, loaded in zip(other.gate_up, scales):
+        layer.scales.copy_(loaded)
+    assert torch.equal(other(*call), found)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -879,7 +894,9 @@ def test_a_token_tile_holds_more_than_the_mean(slots: int, tile: int) -> None:
     [(20, 8), (44, 16), (168, 32), (224, 64), (300, 96), (420, 128), (720, 192), (721, 256), (9999, 256)],
 )
 def test_large_tiles_where_short_ones_are_cheaper(slots: int, tile: int) -> None:
-    assert tile_for((8, 16, 32, 64, 96, 128, 192, 256), slots, experts=4) == tile
+    folded = MatmulSpec(4 * 64, 2048, "u4", 128, compute="f8e4m3", fold_scales=True, experts=4)
+    tiles = tiles_of(folded, parse_target("sm_90a"))
+    assert tile_for((8, *tiles), slots, experts=4) == tile
 
 
 @pytest.mark.parametrize("choices", [{}, {"compute": "f8e4m3"}], ids=str)
