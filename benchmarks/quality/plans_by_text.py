@@ -4,8 +4,8 @@ At each size the plan is beside the best choice for all layers alike that is not
 mixes Q3_K_M and Q4_K_M beside these: K-quants with an importance matrix (ours, which `references.py` has beside
 llama.cpp's), and the types that llama_tensor_get_type in llama-quant.cpp gives each layer. A seed chooses the
 windows on which layers are probed and calibrated. Divergences are those of verses and of the project's documentation,
-neither of which was seen. Layers are calibrated on the float model's inputs, alike for all. Plans go by what was
-measured alone (trust=1).
+neither of which was seen. Layers are calibrated on the float model's inputs, alike for all. Plans are those of the
+default, and those that go by what was measured alone (trust=1).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from lowbit.pylib.quantization.calibration import Calibration
 SECTION = Section("plans_by_text", "plans by text")
 BITS, SEEDS, TEST_WINDOWS = (3.25, 3.5, 4.0, 4.5), 3, 32
 TEXTS = ("verses", "other text")
+TRUSTS = (TRUST, 1.0)
+"""How far plans go by what was measured: as by default, and by that alone."""
 Configs = Mapping[str, lowbit.QuantConfig]
 
 
@@ -48,7 +50,7 @@ class Subject:
     tests        inputs that were not seen: for each part of the text, for each of TEXTS
     divergence   of an output from the float model's
     candidates   what a layer may become
-    trust        how far plans go by what was measured, as for `lowbit.plan`
+    trusts       how far plans go by what was measured, as for `lowbit.plan`: a plan for each
     """
 
     model: nn.Module
@@ -58,11 +60,11 @@ class Subject:
     tests: Sequence[Sequence[Sequence[Any]]]
     divergence: Callable[[Any, Any], float] = kl_divergence
     candidates: Sequence[lowbit.QuantConfig] = CANDIDATES
-    trust: float = TRUST
+    trusts: Sequence[float] = (TRUST,)
 
 
 def measure() -> Iterator[Record]:
-    """Yields a record for each seed and size: the divergences of the plan and of what it is beside, on each text."""
+    """Yields a record for each seed, size and trust: divergences of the plan and of what it is beside, on each text."""
     model = load()
     context = model.shape.context
     verses, other = windows("held_out.txt", TEST_WINDOWS, context), "\n".join(documentation())
@@ -73,14 +75,14 @@ def measure() -> Iterator[Record]:
     for seed in range(SEEDS):
         chosen = torch.randperm(len(text), generator=torch.Generator().manual_seed(seed))[:CALIBRATION_WINDOWS]
         training = text[chosen]
-        subject = Subject(model, kinds, [training[:, :-1]], probes(training), [tests], trust=1.0)
+        subject = Subject(model, kinds, [training[:, :-1]], probes(training), [tests], trusts=TRUSTS)
         for record in compared(subject):
             yield {"seed": seed, **record}
 
 
 @torch.no_grad()
 def compared(subject: Subject) -> Iterator[Record]:
-    """Yields a record for each size and part of the text: the divergences of the plan and of what it is beside."""
+    """Yields a record for each size, trust and part of the text: divergences of the plan and of what it is beside."""
     model, kinds, measure, quantizer = subject.model, subject.kinds, subject.divergence, Quantizer()
     expected = [[_outputs(model, text) for text in part] for part in subject.tests]
     with mock.patch("lowbit.pylib.nn.sensitivity.quantize", quantizer.quantize):
@@ -100,9 +102,11 @@ def compared(subject: Subject) -> Iterator[Record]:
 
     for name, alike, size in _others(subject):
         bits = round(8 * size / found.weights, 3)
-        both = (divergences(found.plan(bytes=size, trust=subject.trust)), divergences(alike))
-        for part, (plan, other) in enumerate(zip(*both, strict=True)):
-            yield {"part": part, "name": name, "bits": bits, "plan": plan, "other": other}
+        beside = divergences(alike)
+        for trust in subject.trusts:
+            both = divergences(found.plan(bytes=size, trust=trust)), beside
+            for part, (plan, other) in enumerate(zip(*both, strict=True)):
+                yield {"part": part, "name": name, "bits": bits, "trust": trust, "plan": plan, "other": other}
 
 
 def _outputs(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
@@ -189,8 +193,12 @@ class Quantizer:
 
 
 def table(records: list[Record]) -> str:
-    """Returns the page's table."""
-    return markdown(*rows_of(records))
+    """Returns the page's table: by trust."""
+    head, rows = list[str](), list[list[str]]()
+    for trust in dict.fromkeys(record["trust"] for record in records):
+        head, found = rows_of([record for record in records if record["trust"] == trust])
+        rows += [[f"{trust:g}", *row] for row in found]
+    return markdown(["trust", *head], rows)
 
 
 def rows_of(records: list[Record]) -> tuple[list[str], list[list[str]]]:

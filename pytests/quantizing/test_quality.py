@@ -114,9 +114,10 @@ def test_spqr_is_better_than_gptq_with_as_many_bits() -> None:
 
 
 def test_plans_are_better_on_text_of_two_kinds() -> None:
-    """With any seed, beside all layers alike and beside the mixes of llama.cpp."""
+    """With any seed and either trust, beside all layers alike and beside the mixes of llama.cpp."""
     records = plans_by_text.SECTION.records()
-    assert {record["seed"] for record in records} == set(range(plans_by_text.SEEDS))
+    found = {(record["seed"], record["trust"]) for record in records}
+    assert found == set(itertools.product(range(plans_by_text.SEEDS), plans_by_text.TRUSTS))
     for record in records:
         assert all(plan < other for plan, other in zip(record["plan"], record["other"], strict=True)), record
 
