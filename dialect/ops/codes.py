@@ -11,7 +11,7 @@ from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.formats.raw_codes import OFFSETS
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K32_A
-from lowbit.dialect.layouts.layout import local
+from lowbit.dialect.layouts.layout import Layout, local
 from lowbit.dialect.ops.common import check_offset, check_rounding, check_shifted, check_table
 from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import CONDITION, UNIT, Lowbit, Reg, RegType, Shared, SharedType
@@ -25,25 +25,33 @@ def _check_subtraction(op: Any, format_: DType, result: Reg) -> None:
     has_offset = op.offset is not None
     expect(not (op.zeros and has_offset), "zeros and offset", "one of them at most", "both")
     if not op.zeros and not has_offset:
-        fits = result.element != "i8" or format_.kind == "int"
-        expect(fits, "element of the result with nothing to subtract", "f8E4M3FN or ui8", "i8")
+        allowed = result.element != "i8" or format_.kind == "int"
+        expect(allowed, "element of the result with nothing to subtract", "f8E4M3FN or ui8", "i8")
         return
     check_shifted(format_)
     expect(result.element != "ui8", "element of the result with a sign", "f8E4M3FN or i8", "ui8")
     if has_offset:
         expect(result.element == "f8E4M3FN", "element of the result with an offset", "f8E4M3FN", result.element)
         in_range(op.offset, "offset", 1, 1 << (format_.bits - 1))
-    rows = result.layout.reduce((result.layout.rank - 1,))
-    if op.zeros:
-        fragments_ = fragments(result.layout, MMA_M16N8K32_A, "result")
-        within_warp(fragments_, fragments_.rank - 1, "columns with zeros")
-        parts, blocks = len(op.zeros), fragments_.shape[-1]
-        expect(blocks % parts == 0, "zeros", f"a number that divides the {blocks} blocks of 32 columns", parts)
-    for zero in op.zeros:
-        expect(format_.bits < 8, "format with zeros", "one of up to 7 bits", format_.name)
-        reg = Reg.of(zero.type)
-        same_element("i8", reg.element, "element of the zeros")
-        expect(reg.layout == rows, "layout of the zeros", rows, reg.layout)
+        return
+    expect(format_.bits < 8, "format with zeros", "one of up to 7 bits", format_.name)
+    _check_parts(op.zeros, "zeros", "i8", result.layout, MMA_M16N8K32_A)
+
+
+def _check_parts(tiles: Sequence[Any], what: str, element: Any, layout: Layout, fragment: Layout) -> None:
+    """Raises Mismatch unless tiles have a number for each row, and each is for an equal part of the columns.
+
+    layout, fragment   of what they are subtracted from or added to
+    """
+    fragments_ = fragments(layout, fragment, "result")
+    within_warp(fragments_, fragments_.rank - 1, f"columns with {what}")
+    parts, blocks = len(tiles), fragments_.shape[-1]
+    wanted = f"a number that divides the {blocks} blocks of {fragment.shape[1]} columns"
+    expect(blocks % parts == 0, what, wanted, parts)
+    rows = layout.reduce((layout.rank - 1,))
+    for reg in (Reg.of(tile.type) for tile in tiles):
+        same_element(element, reg.element, f"element of the {what}")
+        expect(reg.layout == rows, f"layout of the {what}", rows, reg.layout)
 
 
 def _format(source: Reg) -> DType:
@@ -82,15 +90,7 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
             return
         check_shifted(a.element)
         expect(op.offset == "subtracted", "offset with shifts", "subtracted", op.offset)
-        fragments_ = fragments(b.layout, MMA_M16N8K16_A, "result")
-        within_warp(fragments_, fragments_.rank - 1, "columns with shifts")
-        parts, blocks = len(op.shifts), fragments_.shape[-1]
-        expect(blocks % parts == 0, "shifts", f"a number that divides the {blocks} blocks of 16 columns", parts)
-        rows = b.layout.reduce((b.layout.rank - 1,))
-        for shift in op.shifts:
-            reg = Reg.of(shift.type)
-            same_element(b.element, reg.element, "element of the shifts")
-            expect(reg.layout == rows, "layout of the shifts", rows, reg.layout)
+        _check_parts(op.shifts, "shifts", b.element, b.layout, MMA_M16N8K16_A)
 
 
 class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):

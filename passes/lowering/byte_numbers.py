@@ -17,7 +17,7 @@ from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.codes import places_of
 from lowbit.passes.lowering.context import FP8, LoweringContext, int_attr, text_attr
-from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
+from lowbit.passes.lowering.fragment import Fragment, column_parts, fragment_blocks
 from lowbit.passes.lowering.registry import lowers
 
 
@@ -90,10 +90,10 @@ def _zeros_of(op: Any, c: LoweringContext, reg: Reg) -> Callable[[int], Any] | N
         return None
     zeros = [c.tiles[each] for each in op.zeros]
     slots, made = zeros[0].reg.layout.slots_for(reg.layout), dict[tuple[int, int], Any]()
-    columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K32_A)]
+    parts = column_parts(reg.layout, MMA_M16N8K32_A, len(zeros))
 
     def zero(i: int) -> Any:
-        part, slot = columns[i // 4] * len(zeros) // (1 + max(columns)), slots[4 * i]
+        part, slot = parts[i // 4], slots[4 * i]
         if (part, slot) not in made:
             wide = arith.extui(emit.integer(), zeros[part].scalar(slot))
             made[part, slot] = arith.muli(wide, emit.constant(_EVERY_BYTE))

@@ -17,7 +17,7 @@ from lowbit.dialect.layouts.shared_memory import BANK_BYTES, BANKS
 from lowbit.dialect.types import Reg, format_attr
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext
-from lowbit.passes.lowering.fragment import Fragment, fragment_blocks, pairs_at
+from lowbit.passes.lowering.fragment import Fragment, column_parts, fragment_blocks, pairs_at
 from lowbit.passes.lowering.registry import lowers
 
 
@@ -27,11 +27,11 @@ def decode(op: Any, c: LoweringContext) -> None:
     codes = c.tiles[op.source]
     reg, format_ = Reg.of(op.result.type), _format(codes, "decode")
     shifts = [pairs_at(f, f.reg.layout.slots_for(reg.layout)) for f in (c.tiles[v] for v in op.shifts)]
-    columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K16_A)]
+    parts = column_parts(reg.layout, MMA_M16N8K16_A, len(shifts))
 
     def shift(i: int) -> Any:
         """Returns what is added to pair i."""
-        return shifts[columns[i // 4] * len(shifts) // (1 + max(columns))](i)
+        return shifts[parts[i // 4]](i)
 
     def decoded(i: int, words: list[Any], register: Any, vector: Any) -> Any:
         rest = words, format_attr(format_), register, op.exponent, vector

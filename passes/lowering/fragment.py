@@ -111,6 +111,12 @@ def fragment_blocks(layout: Layout, fragment: Layout) -> list[Block]:
     return [(int(p[-2]) // rows, int(p[-1]) // columns) for p in place]
 
 
+def column_parts(layout: Layout, fragment: Layout, count: int) -> list[int]:
+    """Returns in which of `count` equal parts of the columns each fragment of a tile is, in slot order."""
+    columns = [column for _, column in fragment_blocks(layout, fragment)]
+    return [column * count // (1 + max(columns)) for column in columns]
+
+
 def pairs_at(source: Fragment, slots: Sequence[int]) -> Callable[[int], Any]:
     """Returns what makes pair i of these slots; an element that stands for many is doubled once."""
     doubled: dict[int, Any] = {}
