@@ -80,7 +80,7 @@ def gather_by_kernel(x: Tensor, rows: Tensor, target: str) -> Tensor:
     target  a GPU or an emulator
     """
     slots, words = len(rows), x.view(torch.float16)
-    kernel = _gather_kernel(words.shape[1], target)
+    kernel = gather_kernel(2 * words.shape[1], target)
     with on_device(x.get_device()):
         y = unwritten_like((slots, words.shape[1]), words)
         if slots:
@@ -113,6 +113,16 @@ def route_kernel(places: int, top_k: int, experts: int, ids: torch.dtype, target
     if not 0 < places <= _MOST_PLACES or experts > _MOST_EXPERTS or target == "cpu":
         return None
     return _route_kernel(top_k, experts, ids.itemsize // 4, target)
+
+
+def gather_kernel(row_bytes: int, target: str) -> Kernel:
+    """Returns the kernel that writes rows of x in the order of slots, which takes the arguments of
+    `gather_rows_program`.
+
+    row_bytes  of a row of x, a multiple of 16
+    target     a GPU or an emulator
+    """
+    return _gather_kernel(row_bytes // 2, target)
 
 
 def combine_kernel(hidden: int, top_k: int, o: torch.dtype, weights: torch.dtype, target: str) -> Kernel | None:

@@ -1,9 +1,12 @@
-"""Tokens through experts with a gate, in four launches: `RoutedExperts`.
+"""Tokens through experts with a gate, in four launches, or a few more: `RoutedExperts`.
 
     rows, numbers, tiles, slots = route(ids)
     a[s] = gate(W13[expert of s] x[rows[s]])                 for each slot s
     o[s] = W2[expert of s] a[s]
     y[t] = sum over j of weights[t, j] * o[slots[t, j]]
+
+A launch in front of a matmul in 8 bits quantizes x, or a. Where a matmul wants rows of x in the order of slots, one
+writes them.
 
 The host takes longer for few tokens than a GPU does. So all that is between two launches is one piece of memory, laid
 out once for every number of tokens, and a call makes no other tensor than that and y.
@@ -11,20 +14,19 @@ out once for every number of tokens, and a call makes no other tensor than that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from math import prod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.passes.kernels.experts.schedule import short_slots
-from lowbit.pylib.experts.by_kernel import combine_kernel, route_kernel
+from lowbit.pylib.experts.by_kernel import combine_kernel, gather_kernel, route_kernel
 from lowbit.pylib.runtime.driver import allocate, current_stream, on_device
-from lowbit.pylib.runtime.expert_matmul import ExpertMatmul
-from lowbit.pylib.runtime.gpu import Launcher, is_settled
+from lowbit.pylib.runtime.expert_matmul import Before, ExpertMatmul
+from lowbit.pylib.runtime.gpu import is_settled
 from lowbit.pylib.runtime.kernel import CudaKernel
 from lowbit.pylib.runtime.own_kernels import aligned
 from lowbit.pylib.torch_types import TORCH
@@ -46,11 +48,11 @@ class RoutedCall(NamedTuple):
 
 
 def routed_experts(gate_up: ExpertMatmul, down: ExpertMatmul, call: RoutedCall, tile: int) -> RoutedExperts | None:
-    """Returns what runs such calls on GPUs, in tiles of up to so many slots; None where there are other launches than
-    four, and in the emulator."""
+    """Returns what runs such calls on GPUs, in tiles of up to so many slots; None where columns are permuted, where
+    torch routes, applies the gate or adds up, and in the emulator."""
     if gate_up.target.kind != "cuda" or not gate_up.spec.is_gated:
         return None
-    if not (gate_up.is_one_launch(tile, call.places) and down.is_one_launch(tile, call.places, True)):
+    if gate_up.before(tile, call.places) is None or down.before(tile, call.places, True) is None:
         return None
     route = route_kernel(call.places, call.count, gate_up.spec.experts, call.ids, gate_up.target.name)
     o = TORCH[down.spec.out_dtype]
@@ -73,18 +75,8 @@ class RoutedExperts:
         combine: CudaKernel,
     ) -> None:
         self._call, self._gate_up, self._down, self._route, self._combine = call, gate_up, down, route, combine
-        self._x, self._act = (call.tokens, gate_up.spec.k), TORCH[gate_up.spec.act]
-        self._y, self._out = (call.tokens, down.spec.outputs), TORCH[down.spec.out_dtype]
-        *self._offsets, self._bytes = accumulate((-(-size // _LINE) * _LINE for size in self._sizes()), initial=0)
-        self._tile, self._short = tile, short_slots(tile)
-        self._functions: dict[int, tuple[Launcher, Launcher, Launcher, Launcher]] = {}
-
-    def _sizes(self) -> Iterator[int]:
-        """Yields the bytes of rows, numbers, tiles, slots, a and o."""
-        places = self._call.places
-        yield from (4 * prod(shape) for shape in ((places,), (places,), (places + 1, 3), (places,)))
-        for spec in (self._gate_up.spec, self._down.spec):
-            yield places * spec.outputs * TORCH[spec.out_dtype].itemsize
+        self._x, self._act, self._tile = (call.tokens, gate_up.spec.k), TORCH[gate_up.spec.act], tile
+        self._on: dict[int, _Launches] = {}
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
@@ -97,22 +89,17 @@ class RoutedExperts:
 
         Raises SpecError for an x or weights that do not fit, and for tensors on several devices.
         """
-        device, call = x.get_device(), self._call
         self._check(x, ids, weights)
-        x, ids, weights = aligned(x), aligned(ids), aligned(weights)
-        route, first, second, combine = self._functions.get(device) or self._load(device)
+        return self.run(x, ids, weights, gate_up, down)
+
+    def run(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+    ) -> Tensor:
+        """Returns what a call does, of tensors that are known to fit."""
+        device = x.get_device()
+        launches = self._on.get(device) or self._load(device)
         with on_device(device):
-            y = allocate(self._y, (self._y[1], 1), self._out)
-            between = allocate((self._bytes,), (1,), torch.uint8)
-            begin, stream = between.data_ptr(), current_stream(device)
-            rows, numbers, tiles, slots, a, o = [begin + offset for offset in self._offsets]
-            route(stream, True, ids.data_ptr(), rows, numbers, slots, tiles, call.tokens, self._tile, self._short)
-            addresses = [tensor.data_ptr() for tensor in gate_up]
-            first(stream, is_settled(gate_up[0]), x.data_ptr(), a, call.places, *addresses, rows, tiles)
-            addresses = [tensor.data_ptr() for tensor in down]
-            second(stream, is_settled(down[0]), a, o, call.places, *addresses, numbers, tiles)
-            combine(stream, True, o, slots, tiles, weights.data_ptr(), y.data_ptr(), call.tokens)
-        return y
+            return launches.start(aligned(x), aligned(ids), aligned(weights), gate_up, down)
 
     def _check(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Raises SpecError for tensors that kernels would misread."""
@@ -123,8 +110,99 @@ class RoutedExperts:
         if not x.get_device() == ids.get_device() == weights.get_device():
             raise SpecError(f"x is on {x.device}, ids on {ids.device}, weights on {weights.device}; put them on one")
 
-    def _load(self, device: int) -> tuple[Launcher, Launcher, Launcher, Launcher]:
-        call = self._call
-        first, second = (each.launcher(device, self._tile, call.places) for each in (self._gate_up, self._down))
-        found = self._route.function(device), first, second, self._combine.function(device)
-        return self._functions.setdefault(device, found)
+    def _load(self, device: int) -> _Launches:
+        kernels = self._gate_up, self._down, self._route, self._combine
+        return self._on.setdefault(device, _Launches(device, self._call, self._tile, *kernels))
+
+
+class _Layout:
+    """Things that lie one after the other in memory."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def place(self, size: int) -> int:
+        """Returns where the next thing begins, of so many bytes."""
+        begin = self.bytes
+        self.bytes += -(-size // _LINE) * _LINE
+        return begin
+
+
+class _Launches:
+    """The launches of calls on one device, and where in memory lies what is between them."""
+
+    def __init__(
+        self,
+        device: int,
+        call: RoutedCall,
+        tile: int,
+        gate_up: ExpertMatmul,
+        down: ExpertMatmul,
+        route: CudaKernel,
+        combine: CudaKernel,
+    ) -> None:
+        self._device, self._tokens, self._tile, self._short = device, call.tokens, tile, short_slots(tile)
+        self._route, self._combine = route.function(device), combine.function(device)
+        layout, places = _Layout(), call.places
+        self._routing = [layout.place(4 * size) for size in (places, places, places, 3 * (places + 1))]
+        self._gate_up = _Matmul(gate_up, device, tile, call.tokens, places, layout, in_order=False)
+        self._down = _Matmul(down, device, tile, places, places, layout, in_order=True)
+        self._bytes = (layout.bytes,)
+        self._y, self._out = (call.tokens, down.spec.outputs), TORCH[down.spec.out_dtype]
+        self._strides = (down.spec.outputs, 1)
+
+    def start(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+    ) -> Tensor:
+        """Returns y. The device is the current one."""
+        y = allocate(self._y, self._strides, self._out)
+        between = allocate(self._bytes, (1,), torch.uint8)
+        begin, stream = between.data_ptr(), current_stream(self._device)
+        rows, numbers, slots, tiles = [begin + offset for offset in self._routing]
+        self._route(stream, True, ids.data_ptr(), rows, numbers, slots, tiles, self._tokens, self._tile, self._short)
+        a = self._gate_up.start(stream, begin, x.data_ptr(), rows, tiles, gate_up)
+        o = self._down.start(stream, begin, a, numbers, tiles, down)
+        self._combine(stream, True, o, slots, tiles, weights.data_ptr(), y.data_ptr(), self._tokens)
+        return y
+
+
+class _Matmul:
+    """The launches of a matmul on one device: one quantizes the rows of its x, one writes a row for each slot, and one
+    multiplies; the first two where they are needed. What they write has a place in `layout`."""
+
+    def __init__(
+        self, matmul: ExpertMatmul, device: int, tile: int, rows: int, places: int, layout: _Layout, in_order: bool
+    ) -> None:
+        before, spec = cast(Before, matmul.before(tile, places, in_order)), matmul.spec  # `routed_experts` has seen it
+        self._m, self._places = rows, places
+        self._multiply = matmul.launcher(device, tile, places)
+        self._quantize = self._gather = None
+        if before.quantizes:
+            self._quantize = matmul.quantizer(device)
+            self._of_x = tuple(map(layout.place, (rows * spec.k, 4 * rows, 4 * rows * (spec.k // SUM_COLUMNS))))
+        if before.gathers:
+            row = spec.k * (1 if before.quantizes else TORCH[spec.act].itemsize)
+            kernel = cast(CudaKernel, gather_kernel(row, matmul.target.name))
+            self._gather, self._in_order = kernel.function(device), layout.place(places * row)
+        self._y = layout.place(places * spec.outputs * TORCH[spec.out_dtype].itemsize)
+
+    def start(self, stream: int, begin: int, x: int, rows: int, tiles: int, weight: Sequence[Tensor]) -> int:
+        """Returns where y will be.
+
+        begin        where memory begins
+        x            the address of x [rows, k]
+        rows, tiles  those of a `Routing`
+        """
+        operands = (x,)
+        if self._quantize is not None:
+            values, scales, sums = self._of_x
+            operands = begin + values, begin + scales, begin + sums
+            self._quantize(stream, True, x, *operands, self._m)
+        if self._gather is not None:
+            in_order = begin + self._in_order
+            self._gather(stream, True, operands[0], rows, in_order, self._places)
+            operands = in_order, *operands[1:]
+        y = begin + self._y
+        addresses = [tensor.data_ptr() for tensor in weight]
+        self._multiply(stream, is_settled(weight[0]), *operands, y, self._places, *addresses, rows, tiles)
+        return y

@@ -19,7 +19,7 @@ from torch.compiler import assume_constant_result
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.targets import parse_target
-from lowbit.pylib.experts.routed import RoutedCall
+from lowbit.pylib.experts.routed import RoutedCall, RoutedExperts
 from lowbit.pylib.nn.changes import CHANGES, watch
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, with_gate
 from lowbit.pylib.nn.linear import LowbitLinear
@@ -122,6 +122,8 @@ class Stacked:
             return
         call = RoutedCall(ids.shape[0], ids.shape[1], ids.dtype, weights.dtype)
         run = run_of(gate_up.kernel, down.kernel, first.tiles, among, call)
+        if isinstance(run, RoutedExperts):
+            run = run.run  # `kind_of_call` has all that it looks at
         if len(self.ready) >= _MOST_READY:
             self.ready.clear()
 

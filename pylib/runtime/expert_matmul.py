@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +32,10 @@ from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.experts.by_kernel import gather_by_kernel, permute_by_kernel
 from lowbit.pylib.runtime.activation_maps import maps_of_x
 from lowbit.pylib.runtime.cpu_experts import ALL_SLOTS, CpuExperts
-from lowbit.pylib.runtime.driver import allocate, current_stream, on_device
+from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
 from lowbit.pylib.runtime.gpu import Launcher, check_device, is_settled, load_matmul
 from lowbit.pylib.runtime.interface import check_x_on_cpu, memory_of, unwritten
-from lowbit.pylib.runtime.quantizers import quantizer
+from lowbit.pylib.runtime.quantizers import CudaQuantizer, quantizer
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.tensor_checks import address_of
 
@@ -55,6 +55,14 @@ def expert_matmul(spec: MatmulSpec, target: Target) -> ExpertMatmul:
     Raises SpecError for a spec that the kernels do not serve.
     """
     return ExpertMatmul(spec, target)
+
+
+class Before(NamedTuple):
+    """The launches in front of a kernel: one that quantizes the rows of x, and one that then writes a row for each
+    slot."""
+
+    quantizes: bool
+    gathers: bool
 
 
 class ExpertMatmul:
@@ -111,12 +119,22 @@ class ExpertMatmul:
             rows = torch.zeros(1, dtype=torch.int32, device=device)
             gather_by_kernel(self._operands(x, launches.spec)[0], rows, self.target.name)
 
-    def is_one_launch(self, tile: int, slots: int, in_order: bool = False) -> bool:
-        """Tells whether such a call is the launch of the kernel alone, on a GPU or in an emulator."""
+    def before(self, tile: int, slots: int, in_order: bool = False) -> Before | None:
+        """Returns what such a call launches in front of the kernel, on a GPU or in an emulator; None where it permutes
+        columns, and on a CPU."""
         launches = self._of(slots)
-        if isinstance(launches, CpuExperts) or launches.spec.compute or self._permutes:
-            return False
-        return in_order or not launches.wants_order(tile, slots)
+        if isinstance(launches, CpuExperts) or self._permutes:
+            return None
+        return Before(launches.spec.compute is not None, not in_order and launches.wants_order(tile, slots))
+
+    def quantizer(self, device: int) -> Function:
+        """Returns the kernel that quantizes rows of x, loaded on a GPU (`CudaQuantizer.function`).
+
+        Raises TargetError for other targets, and for a spec whose x stays as it is.
+        """
+        if not isinstance(self._quantize, CudaQuantizer):
+            raise TargetError(f"no kernel for {self.target} quantizes x of ({self.spec}) on a GPU")
+        return self._quantize.function(device)
 
     def launcher(self, device: int, tile: int, slots: int) -> Launcher:
         """Returns the kernel for such a call as it is loaded on a GPU, which takes tensors by their addresses.

@@ -63,8 +63,7 @@ class CudaQuantizer:
 
     def __call__(self, x: Tensor) -> Quantized:
         device, k = x.get_device(), self._k
-        if device not in self._functions:
-            self._load(device)
+        self.function(device)
         if self._several_devices and torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self(x)
@@ -82,9 +81,12 @@ class CudaQuantizer:
         if not x.is_contiguous() or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
         if m:
-            device = x.get_device()
-            function = self._functions.get(device) or self._load(device)
-            function(stream, True, address_of(x), *addresses, m)
+            self.function(x.get_device())(stream, True, address_of(x), *addresses, m)
+
+    def function(self, device: int) -> Function:
+        """Returns the kernel as it is loaded on a device, which takes the addresses of x, values, scales and sums, and
+        the number of rows."""
+        return self._functions.get(device) or self._load(device)
 
     def _load(self, device: int) -> Function:
         check_device(self._target, device)

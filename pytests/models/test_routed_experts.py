@@ -1,11 +1,11 @@
-"""The four launches of routed experts as a GPU gets them: by addresses, in memory that is laid out for all of them. The
+"""The launches of routed experts as a GPU gets them: by addresses, in memory that is laid out for all of them. The
 emulator runs what is launched here, and finds the tensors that addresses are in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,12 +18,20 @@ from lowbit.dialect.signature import WORKSPACE
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.experts import routed
-from lowbit.pylib.experts.by_kernel import combine_by_kernel, combine_kernel, route_by_kernel, route_kernel
+from lowbit.pylib.experts.by_kernel import (
+    combine_by_kernel,
+    combine_kernel,
+    gather_kernel,
+    route_by_kernel,
+    route_kernel,
+)
 from lowbit.pylib.experts.routed import RoutedCall, RoutedExperts, routed_experts
 from lowbit.pylib.reference.inputs import random_inputs
 from lowbit.pylib.runtime import kernel as kernels
+from lowbit.pylib.runtime.activation_maps import maps_of_x
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, spec_of_experts
 from lowbit.pylib.runtime.interface import argument_order
+from lowbit.pylib.torch_types import TORCH
 
 HIDDEN, WIDTH, EXPERTS, COUNT = 64, 32, 4, 2
 TARGET = "emulator:sm_80"
@@ -35,7 +43,7 @@ class Memory:
     """The tensors that a call may touch."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = list(tensors)
+        self.tensors, self.launches = list(tensors), 0
 
     def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         # From some address that is a multiple of 128 on, as those of GPUs are, and full of what no kernel may leave.
@@ -46,7 +54,9 @@ class Memory:
         return self.tensors[-1].view(dtype).view(shape)
 
     def at(self, addresses: Iterable[int]) -> dict[int, Tensor]:
-        """Returns the bytes from each address to the next of them, or to the end of the tensor that it is in."""
+        """Returns, for a launch, the bytes from each address to the next of them, or to the end of the tensor that it
+        is in."""
+        self.launches += 1
         begins, found = sorted(set(addresses)), dict[int, Tensor]()
         for begin, after in zip(begins, [*begins[1:], 1 << 63]):
             flat = (tensor.view(-1).view(torch.uint8) for tensor in self.tensors)
@@ -60,20 +70,34 @@ class Memory:
 class Emulated(ExpertMatmul):
     """Whose launches take addresses."""
 
-    def __init__(self, spec: MatmulSpec, memory: Memory) -> None:
-        super().__init__(spec, parse_target(TARGET))
+    def __init__(self, spec: MatmulSpec, memory: Memory, target: str) -> None:
+        super().__init__(spec, parse_target(target))
         self._memory = memory
 
     def launcher(self, device: int, tile: int, slots: int) -> Any:
-        artifact = self.kernel(tile, slots)
+        artifact, spec = self.kernel(tile, slots), self.spec.for_rows(slots)
 
         def launch(stream: int, overlap: bool, *values: int) -> None:
-            named = dict(zip(argument_order(self.spec), values, strict=True))
+            named = dict(zip(argument_order(spec), values, strict=True))
             m = named.pop("m")
             at = self._memory.at(named.values())
-            arrays = {name: at[address].numpy() for name, address in named.items()}
+            arrays: dict[str, Any] = {name: at[address].numpy() for name, address in named.items()}
+            arrays |= maps_of_x(arrays["x"], spec, m, artifact.launch.boxes)
             workspace = np.zeros(artifact.launch.workspace_bytes, np.uint8)
             Emulator(artifact.ptx).run(artifact.launch, {**arrays, WORKSPACE: workspace, "m": m})
+
+        return launch
+
+    def quantizer(self, device: int) -> Any:
+        run = self._quantize
+        assert run is not None
+
+        def launch(stream: int, overlap: bool, x: int, values: int, scales: int, sums: int, m: int) -> None:
+            at = self._memory.at((x, values, scales, sums))
+            rows = at[x][: m * self.spec.k * 2].view(TORCH[self.spec.act]).view(m, self.spec.k)
+            for address, result in zip((values, scales, sums), run(rows)):
+                written = result.view(-1).view(torch.uint8)
+                at[address][: len(written)] = written
 
         return launch
 
@@ -100,43 +124,71 @@ def routing(tokens: int, ids: torch.dtype = torch.int64, weights: torch.dtype = 
     return chosen, torch.rand(tokens, COUNT, generator=generator).to(weights)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ids", "weights"),
-    [(1, torch.int64, torch.float32), (7, torch.int32, torch.bfloat16), (37, torch.int64, torch.float16)],
-)
-def test_what_is_between_launches_is_laid_out_for_all(
-    tokens: int, ids: torch.dtype, weights: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Case(NamedTuple):
+    launches: int
+    tokens: int
+    ids: torch.dtype = torch.int64
+    weights: torch.dtype = torch.float32
+    target: str = TARGET
+    tile: int = 8
+    gate_up: MatmulSpec = GATE_UP
+    down: MatmulSpec = DOWN
+
+
+HOPPER = "emulator:sm_90a"
+IN_I8 = replace(GATE_UP, compute="i8"), replace(DOWN, compute="i8")
+IN_E4M3 = replace(GATE_UP, compute="f8e4m3"), replace(DOWN, compute="f8e4m3")
+LATER_IN_I8 = replace(GATE_UP, compute="i8", compute_from=2)  # slots of each of the experts
+CASES = {
+    "one token": Case(4, 1),
+    "a few": Case(4, 7, torch.int32, torch.bfloat16),
+    "several tiles of an expert": Case(4, 37, weights=torch.float16),
+    "i8": Case(6, 7, gate_up=IN_I8[0], down=IN_I8[1]),
+    "x alone in i8": Case(5, 5, gate_up=IN_I8[0]),
+    "a alone in i8": Case(5, 5, down=IN_I8[1]),
+    "i8 from so many slots on": Case(5, 4, gate_up=LATER_IN_I8),
+    "not yet as many": Case(4, 3, gate_up=LATER_IN_I8),
+    "e4m3": Case(6, 3, target=HOPPER, gate_up=IN_E4M3[0], down=IN_E4M3[1]),
+    "rows in order": Case(5, 70, target=HOPPER, tile=128),
+    "bytes in order": Case(7, 70, target=HOPPER, tile=128, gate_up=IN_I8[0], down=IN_I8[1]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_between_launches_is_laid_out_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal bits to launches that get tensors of their own."""
-    specs = [spec_of_experts(spec, EXPERTS) for spec in (GATE_UP, DOWN)]
+    launches, tokens, ids, weights, target, tile, *given = CASES[name]
+    specs = [spec_of_experts(spec, EXPERTS) for spec in given]
     stored = []
-    for spec in specs:
-        dense = replace(spec, experts=1, epilogue=None)
+    for spec in given:
+        dense = replace(spec, n=EXPERTS * spec.n, epilogue=None)
         _, weight = random_inputs(dense, 1)
         stored.append([getattr(lowbit.compile(dense, target="cpu").pack(**weight), slot.name) for slot in spec.tensors])
     x, (chosen, by) = torch.randn(tokens, HIDDEN).bfloat16(), routing(tokens, ids, weights)
     memory = Memory(x, chosen, by, *stored[0], *stored[1])
-    matmuls = [Emulated(spec, memory) for spec in specs]
-    tile, places = matmuls[0].tiles[0], tokens * COUNT
-    table = route_by_kernel(chosen, EXPERTS, tile, TARGET)
+    matmuls = [Emulated(spec, memory, target) for spec in specs]
+    tile, places = max(tile, matmuls[0].tiles[0]), tokens * COUNT
+    table = route_by_kernel(chosen, EXPERTS, tile, target)
     a = matmuls[0](x, table.rows, table.tiles, stored[0], tile)
-    expected = combine_by_kernel(matmuls[1](a, table.numbers, table.tiles, stored[1], tile, True), table, by, TARGET)
+    expected = combine_by_kernel(matmuls[1](a, table.numbers, table.tiles, stored[1], tile, True), table, by, target)
 
     monkeypatch.setattr(routed, "allocate", memory.allocate)
     monkeypatch.setattr(routed, "current_stream", lambda device: 0)
-    route = Around(route_kernel(places, COUNT, EXPERTS, ids, TARGET), memory)
-    combine = Around(combine_kernel(HIDDEN, COUNT, torch.bfloat16, weights, TARGET), memory)
+    monkeypatch.setattr(routed, "gather_kernel", lambda *about: Around(gather_kernel(*about), memory))
+    route = Around(route_kernel(places, COUNT, EXPERTS, ids, target), memory)
+    combine = Around(combine_kernel(HIDDEN, COUNT, torch.bfloat16, weights, target), memory)
     call = RoutedCall(tokens, COUNT, ids, weights)
     run = RoutedExperts(*matmuls, call, tile, route, combine)  # type: ignore[arg-type]
     y = run(x, chosen, by, *stored)
     assert y.shape == expected.shape and bool((y.view(torch.int16) == expected.view(torch.int16)).all())
+    assert y.isfinite().all() and y.any() and memory.launches == launches
     with pytest.raises(SpecError, match=rf"x must be torch.bfloat16 \[{tokens}, {HIDDEN}\]"):
         run(x[:, :32], chosen, by, *stored)
     with pytest.raises(SpecError, match="one for each id"):
         run(x, chosen, by[:, :1], *stored)
 
 
-def test_only_calls_of_four_launches_are_taken() -> None:
+def test_what_is_taken() -> None:
     call = RoutedCall(4, COUNT, torch.int64, torch.float32)
 
     def served(gate_up: MatmulSpec, down: MatmulSpec, target: str, call: RoutedCall = call) -> bool:
@@ -147,6 +199,8 @@ def test_only_calls_of_four_launches_are_taken() -> None:
     assert not served(GATE_UP, DOWN, TARGET) and not served(GATE_UP, DOWN, "cpu")
     assert not served(replace(GATE_UP, epilogue=None), DOWN, "sm_80")  # torch applies the gate
     assert not served(replace(GATE_UP, permuted=True), DOWN, "sm_80")  # a launch permutes x
-    assert not served(GATE_UP, replace(DOWN, compute="i8"), "sm_80")  # one quantizes it
+    assert not served(GATE_UP, replace(DOWN, permuted=True), "sm_80")
+    assert served(GATE_UP, replace(DOWN, compute="i8"), "sm_80")
+    assert served(replace(GATE_UP, compute="i8", compute_from=64), replace(DOWN, compute="f8e4m3"), "sm_90a")
     assert not served(GATE_UP, DOWN, "sm_80", call._replace(tokens=0))
     assert not served(GATE_UP, DOWN, "sm_80", call._replace(tokens=1 << 17))
