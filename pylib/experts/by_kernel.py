@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 _ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 _PIECE = 8  # columns that a thread reads at once
-_MOST_PLACES = 1 << 17  # each block of the kernel counts all
+_FEW_PLACES = 4096  # which each block counts at once; more are counted by clusters
+_MOST_PLACES = 1 << 18
 _MOST_EXPERTS = 1024  # a thread has an eighth of them in registers
 
 
 def route_by_kernel(top_k_index: Tensor, experts: int, tile: int, target: str) -> Routing:
-    """Returns what `route` returns, bit by bit. More than 2^17 places or 1024 experts go there, and no tokens do, and
+    """Returns what `route` returns, bit by bit. More than 2^18 places or 1024 experts go there, and no tokens do, and
     all on a CPU.
 
     target   of the device that top_k_index is on, or of an emulator
@@ -112,7 +113,8 @@ def route_kernel(places: int, top_k: int, experts: int, ids: torch.dtype, target
     `route_program`; None where `route` does. ids: int32 or int64."""
     if not 0 < places <= _MOST_PLACES or experts > _MOST_EXPERTS or target == "cpu":
         return None
-    return _route_kernel(top_k, experts, ids.itemsize // 4, target)
+    together = places > _FEW_PLACES and parse_target(target).has_clusters
+    return _route_kernel(top_k, experts, ids.itemsize // 4, together, target)
 
 
 def gather_kernel(row_bytes: int, target: str) -> Kernel:
@@ -135,10 +137,10 @@ def combine_kernel(hidden: int, top_k: int, o: torch.dtype, weights: torch.dtype
 
 
 @lru_cache(maxsize=64)
-def _route_kernel(top_k: int, experts: int, words: int, target: str) -> Kernel:
-    from lowbit.passes.kernels.route import route_program
+def _route_kernel(top_k: int, experts: int, words: int, together: bool, target: str) -> Kernel:
+    from lowbit.passes.kernels.route import CLUSTER, route_program
 
-    return own_kernel(partial(route_program, top_k, experts, words), target)
+    return own_kernel(partial(route_program, top_k, experts, words, CLUSTER if together else 1), target)
 
 
 @lru_cache(maxsize=64)

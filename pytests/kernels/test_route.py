@@ -17,17 +17,18 @@ from lowbit.passes.builder import Program
 from lowbit.passes.kernels import route as kernel_module
 from lowbit.passes.kernels.experts.schedule import short_slots
 from lowbit.passes.kernels.route import route_program
+from lowbit.pylib.experts import by_kernel
 from lowbit.pylib.experts.by_kernel import route_by_kernel
 from lowbit.pylib.experts.routing import Routing, route
 from lowbit.pylib.runtime.kernel import Kernel
 
-TARGET = "emulator:sm_80"
+TARGET, HOPPER = "emulator:sm_80", "emulator:sm_90a"
 
 
 @lru_cache(maxsize=None)
-def compiled(top_k: int, experts: int, words: int, target: str = TARGET) -> Kernel:
+def compiled(top_k: int, experts: int, words: int, target: str = TARGET, cluster: int = 1) -> Kernel:
     """The kernel, with a look for races."""
-    return lowbit.compile_program(lambda: route_program(top_k, experts, words), target)
+    return lowbit.compile_program(lambda: route_program(top_k, experts, words, cluster), target)
 
 
 def run(kernel: Kernel, ids: Tensor, tile: int) -> Routing:
@@ -47,9 +48,9 @@ def assert_same(found: Routing, expected: Routing) -> None:
         assert mine.dtype is theirs.dtype and torch.equal(mine, theirs), name
 
 
-def is_right(ids: Tensor, experts: int, tile: int, target: str = TARGET) -> bool:
-    words = ids.element_size() // 4
-    found, expected = run(compiled(ids.shape[1], experts, words, target), ids, tile), route(ids, experts, tile)
+def is_right(ids: Tensor, experts: int, tile: int, target: str = TARGET, cluster: int = 1) -> bool:
+    kernel = compiled(ids.shape[1], experts, ids.element_size() // 4, target, cluster)
+    found, expected = run(kernel, ids, tile), route(ids, experts, tile)
     return all(torch.equal(*pair) for pair in zip(vars(found).values(), vars(expected).values(), strict=True))
 
 
@@ -86,15 +87,45 @@ ROUTINGS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("cluster", [1, 8])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_any_routing(name: str) -> None:
-    assert is_right(ROUTINGS[name](), 128, 16)
+def test_any_routing(name: str, cluster: int) -> None:
+    assert is_right(ROUTINGS[name](), 128, 16, HOPPER if cluster > 1 else TARGET, cluster)
+
+
+# Clusters of 2 are two in the emulator, and of 8 one. A block's share is more than a piece, and more than is counted at
+# once; it ends within a part; and blocks have none.
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "tile", "cluster"),
+    [
+        *((1, 1, 1, 16, 2), (130, 2, 8, 16, 2), (321, 4, 130, 48, 2), (1100, 2, 8, 96, 2), (2600, 1, 40, 128, 2)),
+        *((3, 8, 128, 16, 8), (65, 16, 512, 16, 8), (700, 1, 4, 144, 8), (563, 8, 64, 64, 8), (9, 2, 1024, 8, 2)),
+    ],
+)
+def test_blocks_that_count_together(tokens: int, top_k: int, experts: int, tile: int, cluster: int) -> None:
+    assert is_right(any_ids(tokens, top_k, experts), experts, tile, HOPPER, cluster)
+
+
+def test_many_places_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = any_ids(2053, 2, 8)
+    asked = list[int]()
+
+    def program(top_k: int, experts: int, words: int, cluster: int) -> Program:
+        asked.append(cluster)
+        return route_program(top_k, experts, words, cluster)
+
+    monkeypatch.setattr(kernel_module, "route_program", program)
+    by_kernel._route_kernel.cache_clear()
+    for target, tokens in ((HOPPER, 2053), (HOPPER, 2048), (TARGET, 2053)):
+        assert_same(route_by_kernel(ids[:tokens], 8, 96, target), route(ids[:tokens], 8, 96))
+    assert asked == [8, 1, 1]
+    by_kernel._route_kernel.cache_clear()
 
 
 def test_on_hopper() -> None:
     """There it may start before the kernel in front of it has ended."""
-    assert is_right(any_ids(70, 4, 16), 16, 32, "emulator:sm_90a")
-    assert compiled(4, 16, 2, "emulator:sm_90a").launch.may_overlap
+    assert is_right(any_ids(70, 4, 16), 16, 32, HOPPER)
+    assert compiled(4, 16, 2, HOPPER).launch.may_overlap and compiled(2, 8, 2, HOPPER, 8).launch.may_overlap
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -105,9 +136,9 @@ def test_index_at_any_address(dtype: torch.dtype) -> None:
         assert_same(route_by_kernel(index, 8, 16, TARGET), route(index, 8, 16))
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(0, 8), ((1 << 16) + 1, 8), (3, 1025)])
+@pytest.mark.parametrize(("tokens", "experts"), [(0, 8), ((1 << 17) + 1, 8), (3, 1025)])
 def test_what_torch_sorts(tokens: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tokens, more places than each block counts, and more experts than a thread has registers for."""
+    """No tokens, more places than blocks count, and more experts than a thread has registers for."""
     monkeypatch.delattr(kernel_module, "route_program")
     ids = any_ids(tokens, 2, experts)
     assert_same(route_by_kernel(ids, experts, 16, TARGET), route(ids, experts, 16))
@@ -122,18 +153,30 @@ def test_index_that_does_not_fit() -> None:
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "no order in a piece": (kernel_module._Block, "_before_in_piece", lambda self, start, expert: expert * 0),
-    "places beyond the end": (kernel_module._Block, "_of_places", lambda self, place, index: index),
-    "no barriers": (Program, "barrier", lambda self: None),
+    "no order in a piece": (kernel_module._Block, "_before_in_part", lambda self, expert: expert * 0),
+    "places beyond the end": (kernel_module._Block, "_of_places", lambda self, place, index, end: index),
+    "no barriers": (Program, "barrier", lambda self, scope="block": None),
+    "no order of parts": (
+        kernel_module._Block,
+        "_start_parts",
+        lambda self: [
+            self.p.store(
+                self.p.load(self.before, (0, 0), kernel_module._over(self.width)), self.starts, (0, part * self.width)
+            )
+            for part in range(self.parts)
+        ],
+    ),
 }
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutations_are_found(what: str, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTATIONS[what])
-    ids, right = any_ids(150, 2, 8), False
+    ids, right = any_ids(330, 2, 8), False
     with contextlib.suppress(EmulatorError, AssertionError):
-        found = run(lowbit.compile_program(lambda: route_program(2, 8, 2), TARGET), ids, 16)
+        target = HOPPER if cluster > 1 else TARGET
+        found = run(lowbit.compile_program(lambda: route_program(2, 8, 2, cluster), target), ids, 16)
         assert_same(found, route(ids, 8, 16))
         right = True
     assert not right
