@@ -16,7 +16,6 @@ from torch import Tensor
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.passes.cpu import group_plans
 from lowbit.pylib.quantization.grid import Grid
-from lowbit.pylib.quantization.losses import counts
 from lowbit.pylib.runtime.cpu_groups import CpuGroups, has_group_programs
 
 STEPS = {"mse": [0.1 * step for step in range(-10, 11)], "output": [0.2 * step for step in range(-5, 6)]}
@@ -44,14 +43,13 @@ class Fit(Protocol):
         ...
 
 
-def fit_of(weight: Tensor, grid: Grid, importance: Tensor | None) -> Fit:
-    """Returns the search in a weight [rows, k] in f32, for importances [k] or columns that are all alike."""
-    groups, counted = grid.groups(weight), counts(weight, grid, importance)
-    return _OnCpu(groups, counted, grid) if has_programs(weight, grid) else _InTorch(groups, counted, grid)
+def fit_of(groups: Tensor, counted: Tensor, grid: Grid) -> Fit:
+    """Returns the search in groups [rows, groups, group_size] in f32, whose squared errors count so much (`counts`)."""
+    return (_OnCpu if has_programs(groups, grid) else _InTorch)(groups, counted, grid)
 
 
 def has_programs(weight: Tensor, grid: Grid) -> bool:
-    """Tells whether programs of the CPU target serve a weight: one of integers on a CPU."""
+    """Tells whether programs of the CPU target serve a weight, or its groups: one of integers on a CPU."""
     return weight.device.type == "cpu" and grid.integer and has_group_programs()
 
 

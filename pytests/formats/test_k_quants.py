@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import Bilevel, QuantConfig, SpecError
+from lowbit.pylib.quantization import k_quants
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.config import PRESETS
 
@@ -56,6 +57,20 @@ def test_search_is_worth_it(name: str) -> None:
     searched, ranges = (errors(weight, lowbit.quantize(weight, replace(config, clip=c))) for c in ("mse", "max"))
     assert (searched <= ranges * (1 + 1e-5)).all()
     assert float(searched.sum()) < 0.9 * float(ranges.sum())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("q2_k", "q4_k", "q5_k")])
+def test_second_levels_fit_the_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block has a larger error by them, all in all it is less, and signs stay those of GGUF."""
+    weight, config = weight_of(24), replace(QuantConfig.preset(name), clip="mse")
+    found = lowbit.quantize(weight, config)
+    fitted = errors(weight, found)
+    monkeypatch.setattr(k_quants, "REFITS", 0)
+    before = errors(weight, lowbit.quantize(weight, config))
+    assert (fitted <= before * (1 + 1e-5)).all()
+    assert float(fitted.sum()) < 0.996 * float(before.sum())
+    supers = found.second_level
+    assert bool((supers["scale_scales"] >= 0).all() and (supers["offset_scales"] <= 0).all())
 
 
 @pytest.mark.parametrize("name", NAMES)
