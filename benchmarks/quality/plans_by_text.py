@@ -23,6 +23,7 @@ import lowbit
 from benchmarks.quality.layers import documentation
 from benchmarks.quality.measure import CALIBRATION_WINDOWS, layer_names, probes, windows, windows_of
 from benchmarks.quality.model import load
+from benchmarks.quality.plans import TRUSTS
 from benchmarks.quality.section import Record, Section
 from benchmarks.quality.spread import Spread
 from benchmarks.tables import markdown
@@ -35,8 +36,6 @@ from lowbit.pylib.quantization.calibration import Calibration
 SECTION = Section("plans_by_text", "plans by text")
 BITS, SEEDS, TEST_WINDOWS = (3.25, 3.5, 4.0, 4.5), 3, 32
 TEXTS = ("verses", "other text")
-TRUSTS = (TRUST, 1.0)
-"""How far plans go by what was measured: as by default, and by that alone."""
 Configs = Mapping[str, lowbit.QuantConfig]
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import lowbit
 from benchmarks.models import read
-from benchmarks.quality import references
+from benchmarks.quality import plans, references
 from benchmarks.quality.measure import K_QUANTS
 from benchmarks.results import Results
 from lowbit.dialect import spec
@@ -162,11 +162,13 @@ def over_floor(weight: str) -> float:
     return us(57344, 8192, 1, weight) / floor(weight, 57344, 8192)
 
 
-def plans_of_candidates() -> list[tuple[str, str]]:
-    """Returns candidates of `benchmarks.quality.plans` and the plans of their size, by name."""
-    sizes = [(r["name"], r["bits"]) for r in records("plans")]
-    plans = [(name, bits) for name, bits in sizes if name.startswith("plan")]
-    return [(a, b) for a, bits in sizes for b, same in plans if a not in dict(plans) and abs(bits - same) < 0.006]
+def gains_of_plans(trust: float) -> list[float]:
+    """Returns how many percent less divergence plans have than candidates of their size that they are not."""
+    found = records("plans")
+    plans = [record for record in found if record.get("trust") == trust]
+    pairs = [(plan, a) for plan in plans for a in found if "trust" not in a and abs(plan["bits"] - a["bits"]) < 0.006]
+    gains = [100 * (1 - plan["divergence"] / alike["divergence"]) for plan, alike in pairs]
+    return [gain for gain in gains if gain]
 
 
 def gpus() -> Iterable[str]:
@@ -222,11 +224,8 @@ def quality() -> Iterable[str]:
     paper = next(r for r in records("quality") if r["line"] == "SpQR of the paper, threshold 0.35")
     yield f"the paper's recipe (`clip=\"max\"`) loses {1000 * paper['divergence']:.2f} thousandths of a nat"
 
-
-    divergence = {r["name"]: r["divergence"] for r in records("plans")}
-    gains = [1 - divergence[plan] / divergence[name] for name, plan in plans_of_candidates()]
-    low, high = ends(gain for gain in gains if gain > 0.005)
-    yield f"a candidate's size {100 * low:.0f} to {100 * high:.0f} % less"
+    (low, high), (few, many) = (ends(gains_of_plans(trust)) for trust in plans.TRUSTS)
+    yield f"Plans of a candidate's size have {low:.0f} to {high:.0f} % less, and {few:.0f} to {many:.0f} % less by what was"
     yield from beside_authors()
     yield from beside_llama_cpp()
 

@@ -89,15 +89,18 @@ def test_beams_are_better_at_all_bits() -> None:
 
 
 def test_plans_are_better_than_all_layers_alike() -> None:
-    """By divergence than all that are not larger, at every size; by perplexity up to 4.4 bits, where it differs."""
+    """By divergence than all that are not larger, at every size and either trust, but where a plan is one of these; by
+    perplexity up to 4.4 bits, where it differs, all but one."""
     records = plans.SECTION.records()
     alike = [record for record in records if "layers" not in record]
     chosen = [record for record in records if len(set(map(str, record.get("layers", {}).values()))) > 1]
-    assert len(alike) == 11 and len(chosen) == 13  # without the smallest and the largest, which leave no choice
-    for plan, other in itertools.product(chosen, alike):
-        if other["bits"] <= plan["bits"]:
-            assert plan["divergence"] < other["divergence"], (plan["name"], other["name"])
-            assert plan["perplexity"] < other["perplexity"] or plan["bits"] > 4.4, (plan["name"], other["name"])
+    # Without the smallest and the largest, which leave no choice, and without the default's of 3.19 bits.
+    assert [sum(plan["trust"] == trust for plan in chosen) for trust in plans.TRUSTS] == [12, 13] and len(alike) == 11
+    pairs = [(plan, other) for plan, other in itertools.product(chosen, alike) if other["bits"] <= plan["bits"]]
+    for plan, other in pairs:
+        assert plan["divergence"] < other["divergence"], (plan["name"], other["name"])
+    worse = {plan["name"] for plan, other in pairs if plan["perplexity"] > other["perplexity"] and plan["bits"] < 4.4}
+    assert worse == {"plan of 3.19 bits"}
 
 
 def test_spqr_is_better_than_gptq_with_as_many_bits() -> None:
