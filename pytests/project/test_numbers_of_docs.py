@@ -225,7 +225,7 @@ def quality() -> Iterable[str]:
     yield f"the paper's recipe (`clip=\"max\"`) loses {1000 * paper['divergence']:.2f} thousandths of a nat"
 
     (low, high), (few, many) = (ends(gains_of_plans(trust)) for trust in plans.TRUSTS)
-    yield f"Plans of a candidate's size have {low:.0f} to {high:.0f} % less, and {few:.0f} to {many:.0f} % less by what was"
+    yield f"a candidate's size have {low:.0f} to {high:.0f} % less, and {few:.0f} to {many:.0f} % less by what was"
     yield from beside_authors()
     yield from beside_llama_cpp()
 
