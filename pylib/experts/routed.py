@@ -14,7 +14,8 @@ out once for every number of tokens, and a call makes no other tensor than that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -24,14 +25,18 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.passes.kernels.experts.schedule import short_slots
 from lowbit.pylib.experts.by_kernel import combine_kernel, gather_kernel, route_kernel
-from lowbit.pylib.runtime.driver import allocate, current_stream, on_device
+from lowbit.pylib.runtime.activation_maps import PreparedBoxedLaunch
+from lowbit.pylib.runtime.driver import PreparedLaunch, allocate, current_stream, on_device
 from lowbit.pylib.runtime.expert_matmul import Before, ExpertMatmul
-from lowbit.pylib.runtime.gpu import is_settled
+from lowbit.pylib.runtime.gpu import Launcher, is_settled
 from lowbit.pylib.runtime.kernel import CudaKernel
 from lowbit.pylib.runtime.own_kernels import aligned
 from lowbit.pylib.torch_types import TORCH
 
 _LINE = 128  # bytes
+
+_Launch = tuple[Launcher, bool, tuple[int, ...]]
+"""A kernel, whether it may start before its predecessor has ended, and its arguments."""
 
 
 class RoutedCall(NamedTuple):
@@ -99,7 +104,12 @@ class RoutedExperts:
         device = x.get_device()
         launches = self._on.get(device) or self._load(device)
         with on_device(device):
-            return launches.start(aligned(x), aligned(ids), aligned(weights), gate_up, down)
+            return launches.run(aligned(x), aligned(ids), aligned(weights), gate_up, down)
+
+    def prepared(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> PreparedExperts:
+        """Returns calls with these weights, which a call has read before and which stay where they are."""
+        device = gate_up[0].get_device()
+        return PreparedExperts(self._on.get(device) or self._load(device), gate_up, down)
 
     def _check(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Raises SpecError for tensors that kernels would misread."""
@@ -141,7 +151,7 @@ class _Launches:
         route: CudaKernel,
         combine: CudaKernel,
     ) -> None:
-        self._device, self._tokens, self._tile, self._short = device, call.tokens, tile, short_slots(tile)
+        self.device, self._tokens, self._tile, self._short = device, call.tokens, tile, short_slots(tile)
         self._route, self._combine = route.function(device), combine.function(device)
         layout, places = _Layout(), call.places
         self._routing = [layout.place(4 * size) for size in (places, places, places, 3 * (places + 1))]
@@ -151,19 +161,38 @@ class _Launches:
         self._y, self._out = (call.tokens, down.spec.outputs), TORCH[down.spec.out_dtype]
         self._strides = (down.spec.outputs, 1)
 
-    def start(
+    def run(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
     ) -> Tensor:
         """Returns y. The device is the current one."""
-        y = allocate(self._y, self._strides, self._out)
-        between = allocate(self._bytes, (1,), torch.uint8)
-        begin, stream = between.data_ptr(), current_stream(self._device)
-        rows, numbers, slots, tiles = [begin + offset for offset in self._routing]
-        self._route(stream, True, ids.data_ptr(), rows, numbers, slots, tiles, self._tokens, self._tile, self._short)
-        a = self._gate_up.start(stream, begin, x.data_ptr(), rows, tiles, gate_up)
-        o = self._down.start(stream, begin, a, numbers, tiles, down)
-        self._combine(stream, True, o, slots, tiles, weights.data_ptr(), y.data_ptr(), self._tokens)
+        y, between, stream = self.result(), self.between(), current_stream(self.device)
+        addresses = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), y.data_ptr()
+        for function, overlap, values in self.each(between.data_ptr(), *addresses, gate_up, down):
+            function(stream, overlap, *values)
         return y
+
+    def result(self) -> Tensor:
+        """Returns memory for y."""
+        return allocate(self._y, self._strides, self._out)
+
+    def between(self) -> Tensor:
+        """Returns memory for all that is between launches."""
+        return allocate(self._bytes, (1,), torch.uint8)
+
+    def each(
+        self, begin: int, x: int, ids: int, weights: int, y: int, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+    ) -> Iterator[_Launch]:
+        """Yields the launches: first that of the kernel that reads ids, then of the one that reads x, last of the one
+        that reads weights and writes y.
+
+        begin   where the memory between launches begins
+        x, ids, weights, y  addresses
+        """
+        rows, numbers, slots, tiles = [begin + offset for offset in self._routing]
+        yield self._route, True, (ids, rows, numbers, slots, tiles, self._tokens, self._tile, self._short)
+        yield from self._gate_up.each(begin, x, rows, tiles, gate_up)
+        yield from self._down.each(begin, begin + self._gate_up.y, numbers, tiles, down)
+        yield self._combine, True, (begin + self._down.y, slots, tiles, weights, y, self._tokens)
 
 
 class _Matmul:
@@ -184,10 +213,12 @@ class _Matmul:
             row = spec.k * (1 if before.quantizes else TORCH[spec.act].itemsize)
             kernel = cast(CudaKernel, gather_kernel(row, matmul.target.name))
             self._gather, self._in_order = kernel.function(device), layout.place(places * row)
-        self._y = layout.place(places * spec.outputs * TORCH[spec.out_dtype].itemsize)
+        self.y = layout.place(places * spec.outputs * TORCH[spec.out_dtype].itemsize)
 
-    def start(self, stream: int, begin: int, x: int, rows: int, tiles: int, weight: Sequence[Tensor]) -> int:
-        """Returns where y will be.
+    def each(
+        self, begin: int, x: int, rows: int, tiles: int, weight: Sequence[Tensor]
+    ) -> Iterator[_Launch]:
+        """Yields the launches.
 
         begin        where memory begins
         x            the address of x [rows, k]
@@ -197,12 +228,58 @@ class _Matmul:
         if self._quantize is not None:
             values, scales, sums = self._of_x
             operands = begin + values, begin + scales, begin + sums
-            self._quantize(stream, True, x, *operands, self._m)
+            yield self._quantize, True, (x, *operands, self._m)
         if self._gather is not None:
             in_order = begin + self._in_order
-            self._gather(stream, True, operands[0], rows, in_order, self._places)
+            yield self._gather, True, (operands[0], rows, in_order, self._places)
             operands = in_order, *operands[1:]
-        y = begin + self._y
         addresses = [tensor.data_ptr() for tensor in weight]
-        self._multiply(stream, is_settled(weight[0]), *operands, y, self._places, *addresses, rows, tiles)
+        values = *operands, begin + self.y, self._places, *addresses, rows, tiles
+        yield self._multiply, is_settled(weight[0]), values
+
+
+class PreparedExperts:
+    """Calls with weights that stay where they are: the arguments of launches stay from one to the next, but for those
+    that a call has tensors for. Any thread may call it.
+
+    It takes x, ids and weights as `RoutedExperts` does, which must fit.
+    """
+
+    def __init__(self, launches: _Launches, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
+        self._launches, self._weights, self._lock = launches, (gate_up, down), threading.Lock()
+        self._begin = self._x = 0  # where memory begins, and x, of which arguments tell
+        self._prepared: list[PreparedLaunch | PreparedBoxedLaunch] = []
+        self._starts: list[Callable[[int], None]] = []
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        x, ids, weights, launches = aligned(x), aligned(ids), aligned(weights), self._launches
+        with on_device(launches.device), self._lock:
+            y, between = launches.result(), launches.between()
+            begin, source, stream = between.data_ptr(), x.data_ptr(), current_stream(launches.device)
+            if begin != self._begin or source != self._x:
+                self._place(begin, source)
+            self._ids.value, self._router_weights.value = ids.data_ptr(), weights.data_ptr()
+            self._y.value = y.data_ptr()
+            for start in self._starts:
+                start(stream)
         return y
+
+    def _place(self, begin: int, x: int) -> None:
+        """Writes all arguments, where those that every call writes may be anything."""
+        if begin == self._begin and isinstance(self._prepared[1], PreparedLaunch):
+            self._prepared[1].pointer(0).value = self._x = x
+            return
+        self._begin = 0  # until all are written
+        every = self._launches.each(begin, x, x, x, x, *self._weights)
+        if self._prepared:
+            for launch, (_, _, values) in zip(self._prepared, every):
+                launch.set(*values)
+        else:
+            self._prepare(every)
+        self._begin, self._x = begin, x
+
+    def _prepare(self, every: Iterable[_Launch]) -> None:
+        self._prepared = [function.prepared(*values) for function, _, values in every]
+        self._starts = [launch.start for launch in self._prepared]
+        first, last = cast(PreparedLaunch, self._prepared[0]), cast(PreparedLaunch, self._prepared[-1])
+        self._ids, self._router_weights, self._y = first.pointer(0), last.pointer(3), last.pointer(4)

@@ -122,15 +122,15 @@ class Stacked:
             return
         call = RoutedCall(ids.shape[0], ids.shape[1], ids.dtype, weights.dtype)
         run = run_of(gate_up.kernel, down.kernel, first.tiles, among, call)
-        if isinstance(run, RoutedExperts):
-            run = run.run  # `kind_of_call` has all that it looks at
         if len(self.ready) >= _MOST_READY:
             self.ready.clear()
 
         def ready(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             return run(x, ids, weights, gate_up.tensors, down.tensors)
 
-        self.ready[kind_of_call(x, ids, weights)] = ready
+        # What RoutedExperts look at is in `kind_of_call`.
+        prepared = run.prepared(gate_up.tensors, down.tensors) if isinstance(run, RoutedExperts) else ready
+        self.ready[kind_of_call(x, ids, weights)] = prepared
 
 
 def kind_of_call(x: Tensor, ids: Tensor, weights: Tensor) -> object:

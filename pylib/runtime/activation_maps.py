@@ -6,12 +6,12 @@ graph always, so the last ones are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.runtime.driver import Function
+from lowbit.pylib.runtime.driver import Function, PreparedLaunch
 from lowbit.pylib.runtime.tensor_map import TensorMap
 
 _KEPT = 256  # maps of a kernel, of 128 bytes
@@ -44,3 +44,22 @@ class BoxedFunction:
     def __call__(self, stream: int, overlap: bool, x: int, *others: int) -> None:
         """Starts the kernel; see `Function`."""
         self._function(stream, overlap, *self._encoded(x, others[self._m]), *others)
+
+    def prepared(self, x: int, *others: int) -> PreparedBoxedLaunch:
+        """Returns launches with these arguments; see `Function.prepared`."""
+
+        def maps(x: int) -> list[bytes]:
+            return self._encoded(x, others[self._m])
+
+        return PreparedBoxedLaunch(self._function.prepared(*maps(x), *others), maps)
+
+
+class PreparedBoxedLaunch:
+    """Launches of a kernel that gets tensor maps of x, like `PreparedLaunch`."""
+
+    def __init__(self, launch: PreparedLaunch, maps: Callable[[int], list[bytes]]) -> None:
+        self._launch, self._maps, self.start = launch, maps, launch.start
+
+    def set(self, x: int, *others: int) -> None:
+        """Writes all arguments."""
+        self._launch.set(*self._maps(x), *others)

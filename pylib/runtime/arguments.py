@@ -50,6 +50,7 @@ class ArgumentBuffer:
     """A buffer for the arguments of one kernel.
 
     set(*values)   writes the values: in the order of the call, and then the workspace's address if there is one
+    places         the addresses of the values, in that order
     addresses      an array of their addresses in the order of the kernel's signature, as the driver takes it
     order          names in the order of the call
 
@@ -68,5 +69,6 @@ class ArgumentBuffer:
         base = -ctypes.addressof(self._memory) % TENSOR_MAP_ALIGN
         self.set = partial(struct.Struct(layout.format).pack_into, self._memory, base)
         start = ctypes.addressof(self._memory) + base
+        self.places = [start + offset for offset in layout.offsets]
         at = {name: start + offset for name, offset in zip(kinds, layout.offsets)}
         self.addresses = (ctypes.c_void_p * len(launch.params))(*(at[p.name] for p in launch.params))

@@ -14,7 +14,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -166,7 +166,7 @@ class Function:
     ) -> None:
         self._launch = launch
         self._device = device
-        order = order or [p.name for p in launch.arguments]
+        self._order = order = order or [p.name for p in launch.arguments]
         self._workspace_bytes, self._workspace = launch.workspace_bytes, torch.empty(0)
         self._lock = threading.Lock()
         arguments = ArgumentBuffer(launch, order)
@@ -209,8 +209,7 @@ class Function:
         """
         with self._lock:
             if self._workspace_bytes:
-                graph = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
-                self._workspace = workspace(self._device, stream, self._workspace_bytes, graph)
+                self._workspace = _workspace(self._device, self._workspace_bytes, stream)
                 values = (*values, self._workspace.data_ptr())
             self._set_arguments(*values)
             config, reference = self._overlapping if overlap else self._ordered
@@ -221,15 +220,80 @@ class Function:
                     return  # there is no work, and the driver would refuse
             code = self.start(reference, self.handle, self.addresses, None)
             if code:
-                self._start_again(reference, code)
+                self.start_again(reference, self.addresses, code)
 
-    def _start_again(self, reference: object, code: int) -> None:
-        """Gives a thread that has not used CUDA yet the context that it lacks. Raises TargetError for other errors."""
+    def start_again(self, reference: object, addresses: object, code: int) -> None:
+        """Gives a thread that has not used CUDA yet the context that it lacks. Raises TargetError for other errors.
+
+        reference   to the launch configuration
+        addresses   of the arguments
+        code        with which the driver refused a launch
+        """
         if code == _INVALID_CONTEXT:
             driver_call("cuCtxSetCurrent", _primary_context(self._device))
-            code = self.start(reference, self.handle, self.addresses, None)
+            code = self.start(reference, self.handle, addresses, None)
         if code:
             raise TargetError(f"launch of {self._launch.name} failed: {describe(code)}")
+
+    def prepared(self, *values: Any) -> PreparedLaunch:
+        """Returns launches with these arguments, for which there is work; they overlap with their predecessor where the
+        kernel can. See `__call__`."""
+        config = self._configuration(self._launch.may_overlap)
+        for axis, place, divisor in self._varying:
+            config[0].grid[axis] = -(-values[place] // divisor)
+        launch = PreparedLaunch(self, ArgumentBuffer(self._launch, self._order), config, self._workspace_of)
+        launch.set(*values)
+        return launch
+
+    @property
+    def _workspace_of(self) -> Callable[[int], torch.Tensor] | None:
+        """Returns what finds the workspace of a launch on a stream; None for kernels without one."""
+        size = self._workspace_bytes
+        return partial(_workspace, self._device, size) if size else None
+
+
+class PreparedLaunch:
+    """Launches of a kernel whose arguments stay from one to the next until others are written. `Function.prepared`
+    makes it. One thread at a time may use it.
+
+    set(*values)   writes all arguments, in their order. Numbers must be those that it was made with
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        arguments: ArgumentBuffer,
+        configuration: tuple[_LaunchConfig, Any],
+        workspace: Callable[[int], torch.Tensor] | None,
+    ) -> None:
+        self._function, self._start, self._handle = function, function.start, function.handle
+        self._arguments, self._addresses = arguments, arguments.addresses
+        self._config, self._reference = configuration
+        self._workspace, self._held = workspace, torch.empty(0)
+
+    def set(self, *values: Any) -> None:
+        """Writes all arguments; see above."""
+        self._arguments.set(*values, *(0,) * (self._workspace is not None))
+
+    def pointer(self, place: int) -> ctypes.c_uint64:
+        """Returns the argument at a place of a call, an address: write its `value`."""
+        return ctypes.c_uint64.from_address(self._arguments.places[place])
+
+    def start(self, stream: int) -> None:
+        """Starts the kernel on `stream` of the current device."""
+        if self._workspace is not None:
+            self._held = self._workspace(stream)
+            self.pointer(-1).value = self._held.data_ptr()
+        self._config.stream = stream
+        code = self._start(self._reference, self._handle, self._addresses, None)
+        if code:
+            self._function.start_again(self._reference, self._addresses, code)
+
+
+def _workspace(device: int, size: int, stream: int) -> torch.Tensor:
+    """Returns the memory that kernels on a stream share, of at least so many bytes."""
+    graph = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+    return workspace(device, stream, size, graph)
 
 
 def _capture_id(stream: int) -> int:

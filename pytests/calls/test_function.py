@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import Param, parse_grid
@@ -122,6 +123,46 @@ def test_grids(fake: FakeDriver) -> None:
     for m in (1, 16, 17, 0, 4096):
         start(5, m % 2 == 0, m, 0, 1.0)
     assert [launch["grid"] for launch in fake.launches] == [(264, n, 1) for n in (1, 1, 2, 256)]
+
+
+def test_prepared_launches_keep_their_arguments(fake: FakeDriver) -> None:
+    """Each its own, but for those that are written; other launches of the kernel change none."""
+    start = function(("sm_count * 2", "ceil(m / 16)", 1), order=("m", "x", "alpha"))
+    first, second = start.prepared(17, 1 << 40, 0.5), start.prepared(1, 2, -2.0)
+    first.start(5)
+    start(6, False, 99, 3, 1.0)
+    first.pointer(1).value = 7 << 40
+    second.start(7)
+    first.start(8)
+    second.set(1, 4, 8.0)
+    second.start(9)
+    assert [(each["stream"], each["grid"][1], each["values"], each["overlap"]) for each in fake.launches] == [
+        (5, 2, (1 << 40, 0.5, 17), (6, 1)),
+        (6, 7, (3, 1.0, 99), 0),
+        (7, 1, (2, -2.0, 1), (6, 1)),
+        (8, 2, (7 << 40, 0.5, 17), (6, 1)),
+        (9, 1, (4, 8.0, 1), (6, 1)),
+    ]
+    fake.faults["launch"] = [201]
+    first.start(5)
+    assert fake.launches[-2:] == [fake.launches[-1]] * 2 and fake.calls[-1][0] == "cuCtxSetCurrent"
+
+
+def test_a_prepared_launch_finds_the_workspace_of_its_stream(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = {5: torch.zeros(4), 6: torch.zeros(4)}
+    monkeypatch.setattr(driver, "workspace", lambda device, stream, size, graph: memory[stream])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    params = Param("workspace", "pointer"), *PARAMS[1:]
+    launch = Launch("k", parse_grid((3, 2, 1)), 64, 512, params, workspace_bytes=16)
+    prepared = Function(b"image", launch, 0).prepared(0.5, 7)
+    for stream in (5, 6):
+        prepared.start(stream)
+        assert fake.launches[-1]["values"] == (memory[stream].data_ptr(), 0.5, 7)
+    prepared.set(0.5, 8)
+    prepared.start(5)
+    assert fake.launches[-1]["values"] == (memory[5].data_ptr(), 0.5, 8)
 
 
 def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:

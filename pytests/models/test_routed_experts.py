@@ -3,6 +3,7 @@ emulator runs what is launched here, and finds the tensors that addresses are in
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from lowbit.pylib.experts.routed import RoutedCall, RoutedExperts, routed_expert
 from lowbit.pylib.reference.inputs import random_inputs
 from lowbit.pylib.runtime import kernel as kernels
 from lowbit.pylib.runtime.activation_maps import maps_of_x
+from lowbit.pylib.runtime.driver import PreparedLaunch
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, spec_of_experts
 from lowbit.pylib.runtime.interface import argument_order
 from lowbit.pylib.torch_types import TORCH
@@ -53,6 +55,12 @@ class Memory:
         self.tensors.append(whole[begin : begin + size])
         return self.tensors[-1].view(dtype).view(shape)
 
+    def again(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the memory that was allocated last of this size, but for results."""
+        size = int(np.prod(shape)) * dtype.itemsize
+        found = [each for each in self.tensors if each.dtype is torch.uint8 and each.numel() == size]
+        return found[-1] if dtype is torch.uint8 and found else self.allocate(shape, strides, dtype)
+
     def at(self, addresses: Iterable[int]) -> dict[int, Tensor]:
         """Returns, for a launch, the bytes from each address to the next of them, or to the end of the tensor that it
         is in."""
@@ -67,6 +75,36 @@ class Memory:
         return found
 
 
+class Launcher:
+    """A kernel that a function starts, which takes addresses."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, stream: int, overlap: bool, *values: int) -> None:
+        self._run(*values)
+
+    def prepared(self, *values: int) -> Prepared:
+        return Prepared(self._run, *values)
+
+
+class Prepared(PreparedLaunch):
+    """Launches with arguments that stay."""
+
+    def __init__(self, run: Callable[..., None], *values: int) -> None:
+        self._run, self._values = run, [ctypes.c_uint64(value) for value in values]
+
+    def set(self, *values: int) -> None:
+        for held, value in zip(self._values, values, strict=True):
+            held.value = value
+
+    def pointer(self, place: int) -> ctypes.c_uint64:
+        return self._values[place]
+
+    def start(self, stream: int) -> None:
+        self._run(*(held.value for held in self._values))
+
+
 class Emulated(ExpertMatmul):
     """Whose launches take addresses."""
 
@@ -77,7 +115,7 @@ class Emulated(ExpertMatmul):
     def launcher(self, device: int, tile: int, slots: int) -> Any:
         artifact, spec = self.kernel(tile, slots), self.spec.for_rows(slots)
 
-        def launch(stream: int, overlap: bool, *values: int) -> None:
+        def launch(*values: int) -> None:
             named = dict(zip(argument_order(spec), values, strict=True))
             m = named.pop("m")
             at = self._memory.at(named.values())
@@ -86,20 +124,20 @@ class Emulated(ExpertMatmul):
             workspace = np.zeros(artifact.launch.workspace_bytes, np.uint8)
             Emulator(artifact.ptx).run(artifact.launch, {**arrays, WORKSPACE: workspace, "m": m})
 
-        return launch
+        return Launcher(launch)
 
     def quantizer(self, device: int) -> Any:
         run = self._quantize
         assert run is not None
 
-        def launch(stream: int, overlap: bool, x: int, values: int, scales: int, sums: int, m: int) -> None:
+        def launch(x: int, values: int, scales: int, sums: int, m: int) -> None:
             at = self._memory.at((x, values, scales, sums))
             rows = at[x][: m * self.spec.k * 2].view(TORCH[self.spec.act]).view(m, self.spec.k)
             for address, result in zip((values, scales, sums), run(rows)):
                 written = result.view(-1).view(torch.uint8)
                 at[address][: len(written)] = written
 
-        return launch
+        return Launcher(launch)
 
 
 class Around:
@@ -109,17 +147,17 @@ class Around:
         assert kernel is not None
         self._kernel, self._memory = kernel, memory
 
-    def function(self, device: int) -> Callable[..., None]:
-        def launch(stream: int, overlap: bool, *values: int) -> None:
+    def function(self, device: int) -> Launcher:
+        def launch(*values: int) -> None:
             kinds = [param.kind for param in self._kernel.launch.arguments]
             at = self._memory.at(value for kind, value in zip(kinds, values) if kind == "pointer")
             self._kernel.start(*(at[v] if kind == "pointer" else v for kind, v in zip(kinds, values, strict=True)))
 
-        return launch
+        return Launcher(launch)
 
 
-def routing(tokens: int, ids: torch.dtype = torch.int64, weights: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(tokens)
+def routing(tokens: int, ids: torch.dtype, weights: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(tokens + 1000 * seed)
     chosen = torch.randint(-1, EXPERTS + 1, (tokens, COUNT), generator=generator).to(ids)
     return chosen, torch.rand(tokens, COUNT, generator=generator).to(weights)
 
@@ -182,6 +220,13 @@ def test_what_is_between_launches_is_laid_out_for_all(name: str, monkeypatch: py
     y = run(x, chosen, by, *stored)
     assert y.shape == expected.shape and bool((y.view(torch.int16) == expected.view(torch.int16)).all())
     assert y.isfinite().all() and y.any() and memory.launches == launches
+    ready = run.prepared(*stored)
+    assert torch.equal(ready(x, chosen, by), y) and memory.launches == 2 * launches
+    for seed, allocate in enumerate((memory.again, memory.allocate), 1):  # memory at the same place, and elsewhere
+        monkeypatch.setattr(routed, "allocate", allocate)
+        x, (chosen, by) = torch.randn(tokens, HIDDEN).bfloat16(), routing(tokens, ids, weights, seed)
+        memory.tensors += [x, chosen, by]
+        assert torch.equal(ready(x, chosen, by), run(x, chosen, by, *stored))
     with pytest.raises(SpecError, match=rf"x must be torch.bfloat16 \[{tokens}, {HIDDEN}\]"):
         run(x[:, :32], chosen, by, *stored)
     with pytest.raises(SpecError, match="one for each id"):
@@ -203,4 +248,4 @@ def test_what_is_taken() -> None:
     assert served(GATE_UP, replace(DOWN, compute="i8"), "sm_80")
     assert served(replace(GATE_UP, compute="i8", compute_from=64), replace(DOWN, compute="f8e4m3"), "sm_90a")
     assert not served(GATE_UP, DOWN, "sm_80", call._replace(tokens=0))
-    assert not served(GATE_UP, DOWN, "sm_80", call._replace(tokens=1 << 17))
+    assert not served(GATE_UP, DOWN, "sm_80", call._replace(tokens=1 << 18))
