@@ -39,5 +39,18 @@ def swept(rows: Iterable[Row], features: Callable[[Row], Iterable[Hashable]] | N
     return [pytest.param(*row, marks=[] if id(row) in kept else [pytest.mark.slow]) for row in every]
 
 
+def every_other(rows: Iterable[Row], first: int = 0) -> list[Any]:
+    """Returns rows as parameters of a test, of which CI runs every other one from the first on: where another test,
+    which begins at the next, runs the same code for the others."""
+    return [
+        pytest.param(*row, marks=[] if number % 2 == first else [pytest.mark.slow]) for number, row in enumerate(rows)
+    ]
+
+
+def without(row: Row) -> Any:
+    """Returns a row as a parameter that CI leaves out."""
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def _pairs(row: Row) -> Iterator[Hashable]:
     return combinations(enumerate(map(str, row)), 2)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 from sweeps import telling
 from tables import table
 
@@ -82,10 +83,24 @@ def pairs(choice: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     return itertools.combinations(choice.items(), 2)
 
 
+def in_ci(cases: Sequence[Case], most: int) -> list[Any]:
+    """Returns cases that `covering` has made as parameters of a test: CI runs the first, in which the most pairs meet,
+    and those are all but a few."""
+    marks = (*[()] * most, *[pytest.mark.slow] * (len(cases) - most))
+    return [pytest.param(case, id=str(case), marks=mark) for case, mark in zip(cases, marks)]
+
+
+def share_of_pairs(choices: Sequence[dict[str, Any]], most: int) -> float:
+    """Returns the share of all pairs in some choices that meet in the first of them."""
+    every, found = (set(itertools.chain(*map(pairs, some))) for some in (choices, choices[:most]))
+    return len(found) / len(every)
+
+
 def covering(
     factors: dict[str, Sequence[Any]], fit: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns choices in which every two values of every two factors meet, if `fit` lets them."""
+    """Returns choices in which every two values of every two factors meet, if `fit` lets them: first those in which the
+    most meet."""
     return telling(_covering(factors, fit), pairs)
 
 

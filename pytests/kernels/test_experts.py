@@ -201,11 +201,12 @@ def test_any_format(choices: dict[str, Any], schedule: AnySchedule) -> None:
 
 
 def meets(row: tuple[Any, ...]) -> Iterator[Hashable]:
-    """Yields what is to meet where formats are multiplied in tiles: every case and every engine, and every type of x
-    and kind of zeros and every tile."""
+    """Yields what is to meet where formats are multiplied in tiles: every case and every engine, and every type of x,
+    whether there are zeros, and every tile."""
     choices, tile, target = row
-    yield str(choices), str(target), tile > 16
-    yield from ((choices.get(name), tile, str(target)) for name in ("act", "zeros"))
+    yield str(choices), str(target)
+    yield choices.get("act"), choices.get("zeros"), tile > 16
+    yield from ((bool(choices.get(name)), tile, str(target)) for name in ("act", "zeros"))
 
 
 TILES_OF_FEW = [(8, AMPERE), *((tile, HOPPER) for tile in (8, 16, 32, 40, 64))]
@@ -263,10 +264,10 @@ def test_tiles_between_powers_of_two(slots: int, schedule: AnySchedule) -> None:
 
 
 def meets_wgmma(row: tuple[Any, ...]) -> Iterator[Hashable]:
-    """Yields every case, and every type of x, kind of zeros and epilogue with every schedule."""
+    """Yields every case, and with every schedule a type of x, zeros, an epilogue and outliers, and none."""
     choices, schedule = row
     yield str(choices)
-    yield from ((name, choices.get(name), schedule) for name in ("act", "zeros", "epilogue", "outliers"))
+    yield from ((name, bool(choices.get(name)), schedule) for name in ("act", "zeros", "epilogue", "outliers"))
 
 
 BY_WGMMA = (ExpertsSchedule(64), ExpertsSchedule(64, 64, 6, gather=True), ExpertsSchedule(80))

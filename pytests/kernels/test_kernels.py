@@ -29,7 +29,9 @@ from kernel_cases import (
     as_asked,
     covering,
     for_integers,
+    in_ci,
     is_allowed,
+    share_of_pairs,
     spec_of,
     tokens_of,
     work_of,
@@ -128,10 +130,16 @@ def _schedule(c: dict[str, Any]) -> Schedule:
     return as_asked(spec, Schedule(tokens=tokens_of(c["m"]), step_k=spec.packing.chunk * c["step"], **chosen))
 
 
-CASES = [Case(_spec(c), _schedule(c), c["target"], c["m"]) for c in covering(FACTORS, fit)]
+CHOICES = covering(FACTORS, fit)
+CASES = [Case(_spec(c), _schedule(c), c["target"], c["m"]) for c in CHOICES]
+IN_CI = 72
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def test_most_choices_meet_in_ci() -> None:
+    assert share_of_pairs(CHOICES, IN_CI) > 0.95
+
+
+@pytest.mark.parametrize("case", in_ci(CASES, IN_CI))
 def test_choices(case: Case) -> None:
     spec, target = case.spec, parse_target(case.target)
     problem = random_inputs(spec, case.m, seed=1, finite=False)

@@ -4,6 +4,7 @@ those of transformers."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -293,9 +294,10 @@ def test_columns_that_no_attention_kernel_has(columns: int) -> None:
     assert torch.equal(found, expected.flatten(2))
 
 
-@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(32, 4, 128), Heads(28, 4, 128), Heads(8, 4, 256)], ids=str)
-@pytest.mark.parametrize("parts", [1, 16])
-@pytest.mark.parametrize("more", [False, True])
+HEADS = (Heads(32, 8, 128), Heads(32, 4, 128), Heads(28, 4, 128), Heads(8, 4, 256))
+
+
+@pytest.mark.parametrize(("heads", "parts", "more"), swept(product(HEADS, (1, 16), (False, True))), ids=str)
 def test_attention_spills_no_registers(heads: Heads, parts: int, more: bool) -> None:
     plan = AttentionPlan(heads, "bf16", parts, masked=True, added=more, sinks=more, capped=more)
     kernel = lower_program(partial(attention_program, plan), parse_target("sm_90a"))

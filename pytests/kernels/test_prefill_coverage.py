@@ -3,12 +3,14 @@ emulator with its race check; and what shows that each of these matters to the r
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Hashable, Iterator
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
 from emulated import HOPPER, Inputs, is_right, matmul_is_right, run_matmul
+from sweeps import swept
 
 import lowbit
 from lowbit.dialect.bilevel import Bilevel
@@ -73,7 +75,16 @@ def varied(i: int, weight: str) -> MatmulSpec:
     return spec_of(weight, ZEROS[i % 4], SCALES[i % 7 + i // 28], bias=i % 5 == 0, **others)
 
 
-@pytest.mark.parametrize("spec", [varied(i, weight) for i, weight in enumerate(all_names())], ids=str)
+def meets(row: tuple[MatmulSpec]) -> Iterator[Hashable]:
+    """Yields every kind of element, scale and zeros, groups, outliers and the type of x, two by two."""
+    (spec,) = row
+    weight = ("kind", "u" if spec.dtype.kind == "int" else spec.weight[0], spec.dtype.bits > 4)
+    scale = ("scale", spec.scale, spec.bilevel)
+    others = [(name, getattr(spec, name)) for name in ("zeros", "group_size", "outliers", "act")]
+    yield from combinations((weight, scale, *others), 2)
+
+
+@pytest.mark.parametrize("spec", swept([(varied(i, weight),) for i, weight in enumerate(all_names())], meets), ids=str)
 def test_every_format(spec: MatmulSpec) -> None:
     assert is_right(spec, SMALL, 9)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -119,12 +120,12 @@ def families_of(spec: lowbit.MatmulSpec, target: Target) -> tuple[Any, Any]:
     return FAMILIES[few], FAMILIES[f"{many}_in_order" if target.has_wgmma else f"{many}_mma_in_order"]
 
 
-def orders_of(spec: lowbit.MatmulSpec, target: Target, chance: random.Random) -> list[SumOrder]:
-    """Returns the orders that kernels for few tokens and for many have, those of several chains and parts first."""
+def order_of(spec: lowbit.MatmulSpec, target: Target, chance: random.Random) -> SumOrder:
+    """Returns an order that kernels for few tokens and for many have, one of several chains and parts if there is."""
     few, many = families_of(spec, target)
     orders = sorted(few.orders(spec, target), key=lambda o: ((o.split_k > 1) + (o.warps_k > 1), chance.random()))
     serving = ((few, 8), (many, TILE))
-    return [o for o in reversed(orders) if all(has_order(f, spec, tile, o, target) for f, tile in serving)]
+    return next(o for o in reversed(orders) if all(has_order(f, spec, tile, o, target) for f, tile in serving))
 
 
 def without_wgmma(spec: lowbit.MatmulSpec) -> Target:
@@ -132,14 +133,25 @@ def without_wgmma(spec: lowbit.MatmulSpec) -> Target:
     return ADA if spec.compute == "f8e4m3" else AMPERE
 
 
-@pytest.mark.parametrize("by_wgmma", [True, False])
-@pytest.mark.parametrize("name", SPECS)
+def met_by_a_prompt(row: tuple[str, bool]) -> Iterator[Hashable]:
+    """Yields every spec, and its zeros, scales, products and epilogue with its engine, one by one and two by two."""
+    name, by_wgmma = row
+    yield name
+    spec = SPECS[name]
+    groups = spec.group_size and min(spec.group_size, 64)
+    values = {"zeros": spec.zeros, "groups": groups, "levels": spec.bilevel, "compute": spec.compute}
+    values |= {"rows": spec.row_scales, "act": spec.act, "epilogue": spec.epilogue, "permuted": spec.permuted}
+    yield from ((by_wgmma, each) for each in values.items())
+    yield from ((by_wgmma, *pair) for pair in combinations(list(values.items())[:4], 2))
+
+
+@pytest.mark.parametrize(("name", "by_wgmma"), swept(product(SPECS, (True, False)), met_by_a_prompt))
 def test_rows_of_a_prompt_have_the_bits_that_few_have(name: str, by_wgmma: bool) -> None:
     """Of several chains and parts of k where a format has such orders; beside a row of NaN, in cut and whole tiles."""
     spec, chance = invariant(name), random.Random(name)
     target = TARGET if by_wgmma else without_wgmma(spec)
     for_few, for_many = families_of(spec, target)
-    order = orders_of(spec, target, chance)[0]
+    order = order_of(spec, target, chance)
     x, tensors = random_inputs(spec, ROWS, 1)
     x[70] = float("nan")
     few = multiplied(spec, in_order(for_few, spec, 8, order, target)[-1], order, x[:8], tensors, target)
@@ -152,9 +164,16 @@ def test_rows_of_a_prompt_have_the_bits_that_few_have(name: str, by_wgmma: bool)
 INTEGERS = [name for name in byte_codes.fitting_names("i8") if name not in ("u1", "i1")]
 
 
+def met_by_integers(row: tuple[Any, ...]) -> Iterator[Hashable]:
+    """Yields every two values that meet, but weights with groups, which have nothing to do with one another."""
+    weight, zeros, group, row_scales, by_wgmma = row
+    yield from ((weight, zeros), (weight, by_wgmma))
+    yield from combinations((("zeros", zeros), ("group", group), ("rows", row_scales), ("wgmma", by_wgmma)), 2)
+
+
 @pytest.mark.parametrize(
     ("weight", "zeros", "group", "row_scales", "by_wgmma"),
-    swept(product(INTEGERS, ("none", "int"), (32, 128, None), (False, True), (True, False))),
+    swept(product(INTEGERS, ("none", "int"), (32, 128, None), (False, True), (True, False)), met_by_integers),
 )
 def test_products_of_integers_are_exact(
     weight: str, zeros: Any, group: int | None, row_scales: bool, by_wgmma: bool
@@ -164,7 +183,7 @@ def test_products_of_integers_are_exact(
     spec = S(128, K, weight, group, zeros=zeros, row_scales=row_scales, compute="i8", out="f32", invariant=True)
     target, chance = TARGET if by_wgmma else AMPERE, random.Random(f"{spec}")
     for_few, for_many = families_of(spec, target)
-    order = orders_of(spec, target, chance)[0]
+    order = order_of(spec, target, chance)
     assert order.products in (("bytes",), ("bytes", APART))
     x, tensors = random_inputs(spec, ROWS, 1)
     x[3], x[5] = x[3].abs(), -x[5].abs()  # sums of x as large as they become
@@ -174,12 +193,14 @@ def test_products_of_integers_are_exact(
         assert torch.equal(multiplied(spec, schedule, order, x[:m], tensors, target), expected[:m]), schedule
 
 
-@pytest.mark.parametrize("row_blocks", [1, 2])
-@pytest.mark.parametrize("name", ["u4", "float zeros of small groups", "u8, zeros of rows", "zeros in i8"])
+@pytest.mark.parametrize(
+    ("name", "row_blocks"),
+    [("u4", 1), ("u4", 2), ("float zeros of small groups", 2), ("u8, zeros of rows", 1), ("zeros in i8", 2)],
+)
 def test_every_tile_of_mma_sync_has_the_bits_of_every_row(name: str, row_blocks: int) -> None:
     """In any number of rows of x, in whole tiles and cut ones, one launch gives those of a call of one row."""
     spec = invariant(name)
-    (for_few, for_many), order = families_of(spec, AMPERE), orders_of(spec, AMPERE, random.Random(name))[0]
+    (for_few, for_many), order = families_of(spec, AMPERE), order_of(spec, AMPERE, random.Random(name))
     tiles = {s.tokens: s for s in in_order(for_many, spec, TILE, order, AMPERE) if s.row_blocks == row_blocks}
     x, tensors = random_inputs(spec, 301, 1)
     few, places = in_order(for_few, spec, 8, order, AMPERE)[0], (0, 63, 64, 200, 300)
@@ -218,9 +239,7 @@ def test_another_order_gives_other_bits(target: Target) -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
-@pytest.mark.parametrize("group", [64, 192])
-@pytest.mark.parametrize("target", [TARGET, AMPERE], ids=str)
-@pytest.mark.parametrize("k", [576, 1344])
+@pytest.mark.parametrize(("k", "target", "group"), swept(product((576, 1344), (TARGET, AMPERE), (64, 192))), ids=str)
 def test_k_need_not_be_whole_chains(k: int, target: Target, group: int) -> None:
     """Columns beyond the last are zeros of x. Steps may be parts of groups, whose columns lie apart in a round."""
     spec, step = replace(invariant("u4"), k=k, group_size=group), 128 if group == 64 else 64
@@ -244,7 +263,7 @@ def test_k_need_not_be_whole_chains(k: int, target: Target, group: int) -> None:
 def test_rounds_of_half_the_stages(name: str, k: int, cut: tuple[int, int, int], shape: dict[str, Any]) -> None:
     """Of chains of 2.5 and 1.5 rounds of all stages no columns beyond the last are multiplied; a panel's stage is
     another in the next round, and in the next tile of a block, since the first chain has five rounds."""
-    spec = replace(invariant(name), n=264, k=k, group_size=64 if name == "u4" else 16)
+    spec = replace(invariant(name), n=136, k=k, group_size=64 if name == "u4" else 16)
     order = SumOrder(*cut, products_of(spec))
     cuts = dict(zip(("order_split_k", "order_warps_k", "order_step_k"), cut))
     schedule = PrefillInOrderSchedule(32, **{"panel_k": 128, "num_stages": 4, "parts": 2, "banks": 1, **shape}, **cuts)
@@ -300,8 +319,15 @@ OF_MORE_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("by_wgmma", [True, False])
-@pytest.mark.parametrize("name", OF_MORE_NUMBERS)
+def met_by_more_numbers(row: tuple[str, bool]) -> Iterator[Hashable]:
+    """Yields every spec, and its zeros, second levels and products with its engine."""
+    name, by_wgmma = row
+    spec = OF_MORE_NUMBERS[name]
+    yield name
+    yield from ((by_wgmma, each) for each in (spec.zeros, spec.bilevel, spec.compute))
+
+
+@pytest.mark.parametrize(("name", "by_wgmma"), swept(product(OF_MORE_NUMBERS, (True, False)), met_by_more_numbers))
 def test_few_spills_beside_sums_of_x_and_second_levels(name: str, by_wgmma: bool) -> None:
     """Whether these kernels are chosen or not, the one that is predicted to be the fastest. By mma.sync float zeros of
     u3 spill the most, in every tile."""

@@ -13,6 +13,7 @@ import emulated
 import pytest
 import torch
 from emulated import HOPPER, is_right, run_matmul
+from sweeps import without
 from test_eight_bit_prefill import is_exact
 from test_prefill import PREFILL, compiled
 from test_prefill_cuts import CODED, FP8, I8, chosen, waves
@@ -47,7 +48,7 @@ def eight_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- numbers
 
 WHOLE = split(32, 32)
-CASES: list[tuple[dict[str, Any], PrefillSchedule, int, tuple[int, int]]] = [
+CASES: list[Any] = [
     # A wave of pairs of tiles, and one pair whose k is split; rows and tokens that end inside of it.
     ({"weight": "u4", "n": 600, "k": 1024, "group_size": 128}, WHOLE, 30, (1, 32)),
     ({"weight": "u4", "n": 256, "k": 1024, "group_size": 128, "bias": True, "zeros": "int"}, WHOLE, 85, (1, 32)),
@@ -57,11 +58,12 @@ CASES: list[tuple[dict[str, Any], PrefillSchedule, int, tuple[int, int]]] = [
     # Columns that end inside of a round, and blocks for which no round is left.
     ({"weight": "u4", "n": 256, "k": 1544, "group_size": None, "out": "f32"}, WHOLE, 90, (1, 32)),
     ({"weight": "u4", "n": 256, "k": 256, "group_size": 64}, WHOLE, 65, (1, 32)),
-    # Kinds of scales and zeros: to registers, through shared memory, longer than rounds, as codes.
+    # Kinds of scales and zeros: to registers, through shared memory, longer than rounds, as codes. CI leaves out two
+    # that are in test_prefill_coverage, too.
     ({"weight": "u3", "n": 256, "k": 1536, "group_size": 16, "zeros": "float"}, WHOLE, 85, (1, 32)),
     ({"weight": "f6e3m2", "n": 256, "k": 2048, "group_size": 1024, "scale": "e8m0", "act": "bf16"}, WHOLE, 90, (1, 32)),
-    ({"weight": "nf4", "n": 256, "k": 1024, "group_size": 64, "scale": "f32", "act": "bf16"}, WHOLE, 85, (1, 32)),
-    ({"weight": "u4", "n": 256, "k": 1024, "group_size": 32, **CODED}, WHOLE, 85, (1, 32)),
+    without(({"weight": "nf4", "n": 256, "k": 1024, "group_size": 64, "scale": "f32", "act": "bf16"}, WHOLE, 85, (1, 32))),  # noqa: E501
+    without(({"weight": "u4", "n": 256, "k": 1024, "group_size": 32, **CODED}, WHOLE, 85, (1, 32))),
     ({"weight": "f4e2m1", "n": 256, "k": 1024, "group_size": 16, "scale": "e4m3", "row_scales": True}, WHOLE, 85, (1, 32)),  # noqa: E501
     # Wide panels, more stages.
     ({"weight": "u4", "n": 256, "k": 2048, "group_size": 128}, split(32, 32, panel_k=128), 85, (1, 32)),

