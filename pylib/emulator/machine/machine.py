@@ -33,11 +33,11 @@ class Register:
 
     __slots__ = ("complete", "defined", "flight", "name", "type", "value")
 
-    def __init__(self, reg: Reg, lanes: int) -> None:
+    def __init__(self, reg: Reg, defined: Array) -> None:
         self.name, self.type = reg.name, reg.type
         dtype = np.bool_ if reg.type == "pred" else np.dtype(f"u{BITS[reg.type] // 8}")
-        self.value = np.zeros(lanes, dtype)
-        self.defined = np.zeros(lanes, np.bool_)
+        self.value = np.zeros(len(defined), dtype)
+        self.defined = defined
         self.complete = False
         self.flight: Flight | None = None  # for registers of a wgmma
 
@@ -90,7 +90,8 @@ class Block:
         self.warps = -(-self.threads // WARP)
         self.lanes = self.warps * WARP
         self.everyone = np.arange(self.lanes)
-        self.registers = [Register(reg, self.lanes) for reg in self.kernel.registers]
+        self.defined = np.zeros((len(self.kernel.registers), self.lanes), np.bool_)  # by register
+        self.registers = list(map(Register, self.kernel.registers, self.defined))
         self.copies = CopyQueue(self.lanes, self.shared)
         asynchronous = wgmma_registers(self.kernel)
         self.wgmmas = WgmmaQueue(self.lanes, self.shared, asynchronous)
@@ -133,8 +134,8 @@ class Block:
         self.local.reset()
         self.copies.reset()
         self.wgmmas.reset()
+        self.defined[:] = False
         for register in self.registers:
-            register.defined[:] = False
             register.complete = False
         self.exited = self.everyone >= self.threads
         self.groups: dict[int, Array] = {0: ~self.exited}
