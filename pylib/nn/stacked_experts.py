@@ -28,6 +28,7 @@ from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.runtime.batch_invariant import called
 from lowbit.pylib.runtime.devices import target_at
 from lowbit.pylib.runtime.expert_matmul import expert_matmul, spec_of_experts
+from lowbit.pylib.runtime.top_k_experts import TopKExperts
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight
 from lowbit.pylib.weights.value_range import has_wide_range
@@ -128,9 +129,12 @@ class Stacked:
         def ready(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             return run(x, ids, weights, gate_up.tensors, down.tensors)
 
-        # What RoutedExperts look at is in `kind_of_call`.
-        prepared = run.prepared(gate_up.tensors, down.tensors) if isinstance(run, RoutedExperts) else ready
-        self.ready[kind_of_call(x, ids, weights)] = prepared
+        prepared: Run | None = None  # what it looked at would be in `kind_of_call`
+        if isinstance(run, RoutedExperts):
+            prepared = run.prepared(gate_up.tensors, down.tensors)
+        elif isinstance(run, TopKExperts):
+            prepared = run.prepared(gate_up.tensors, down.tensors, call.tokens)
+        self.ready[kind_of_call(x, ids, weights)] = prepared or ready
 
 
 def kind_of_call(x: Tensor, ids: Tensor, weights: Tensor) -> object:

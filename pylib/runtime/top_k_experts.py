@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from lowbit.passes.kernels.registry import request
 from lowbit.passes.scheduling.choice import Chooser
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
-from lowbit.pylib.runtime.driver import Function, allocate, current_stream, on_device
+from lowbit.pylib.runtime.driver import Function, PreparedLaunch, allocate, current_stream, on_device
 from lowbit.pylib.runtime.gpu import check_device, is_settled, load_function
 from lowbit.pylib.runtime.interface import argument_order, check_x_on_cpu, memory_of, unwritten
 from lowbit.pylib.runtime.own_kernels import aligned
@@ -97,6 +97,14 @@ class TopKExperts:
         a = self._gate_up.run(aligned(x), ids.numel(), gate_up, (ids,))
         return self._down.run(a, tokens, down, (ids, aligned(weights)))
 
+    def prepared(self, gate_up: Sequence[Tensor], down: Sequence[Tensor], tokens: int) -> PreparedTopK | None:
+        """Returns calls on a GPU with these weights, which a call has read before and which stay where they are; None
+        in the emulator, and without tokens."""
+        first, second = self._gate_up, self._down
+        if not (isinstance(first, CudaLaunches) and isinstance(second, CudaLaunches) and tokens):
+            return None
+        return PreparedTopK(first, second, gate_up, down, tokens)
+
     @property
     def requests(self) -> tuple[KernelRequest, KernelRequest]:
         """The kernels of gate_up and down, before they are made."""
@@ -144,12 +152,16 @@ class CudaLaunches(Launches):
 
     def run(self, x: Tensor, rows: int, weight: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
         device, n = x.get_device(), self.spec.outputs
-        function = self._functions.get(device) or self._load(device)
+        function = self.function(device)
         with on_device(device):
             y = allocate((rows, n), (n, 1), self._out)
             addresses = [each.data_ptr() for each in (*weight, *others)]
             function(current_stream(device), is_settled(weight[0]), address_of(x), y.data_ptr(), rows, *addresses)
         return y
+
+    def function(self, device: int) -> Function:
+        """Returns the kernel as it is loaded on a device, which takes the arguments of `argument_order`."""
+        return self._functions.get(device) or self._load(device)
 
     def _load(self, device: int) -> Function:
         check_device(self._target, device)
@@ -157,6 +169,52 @@ class CudaLaunches(Launches):
             found = load_function(self.artifact, self._target, device, argument_order(self.spec))
             self._functions[device] = found
         return found
+
+
+class PreparedTopK:
+    """Calls of so many tokens with weights that stay where they are: the arguments of the two launches stay from one to
+    the next, but for those that a call has tensors for. Any thread may call it.
+
+    It takes x, ids and weights as `TopKExperts` does.
+    """
+
+    def __init__(
+        self,
+        gate_up: CudaLaunches,
+        down: CudaLaunches,
+        of_gate_up: Sequence[Tensor],
+        of_down: Sequence[Tensor],
+        tokens: int,
+    ) -> None:
+        self._device, self._lock = of_gate_up[0].get_device(), threading.Lock()
+        slots = tokens * (gate_up.spec.top_k.count if gate_up.spec.top_k else 1)
+        first, (self._x, self._a, self._ids), self._new_a = _prepared(gate_up, self._device, slots, of_gate_up, 1)
+        second, places, self._new_y = _prepared(down, self._device, tokens, of_down, 2)
+        self._read_a, self._result, self._ids_of_down, self._weights = places
+        self._starts = first.start, second.start
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        x, ids, weights = aligned(x), aligned(ids), aligned(weights)
+        with on_device(self._device), self._lock:
+            a, y, stream = allocate(*self._new_a), allocate(*self._new_y), current_stream(self._device)
+            self._x.value, self._weights.value, self._result.value = x.data_ptr(), weights.data_ptr(), y.data_ptr()
+            self._a.value = self._read_a.value = a.data_ptr()
+            self._ids.value = self._ids_of_down.value = ids.data_ptr()
+            for start in self._starts:
+                start(stream)
+        return y
+
+
+def _prepared(
+    launches: CudaLaunches, device: int, rows: int, weight: Sequence[Tensor], others: int
+) -> tuple[PreparedLaunch, list[Any], tuple[tuple[int, int], tuple[int, int], torch.dtype]]:
+    """Returns launches; their arguments x, y and those behind the weight, so many, which are to be written; and how y
+    is allocated."""
+    n, behind = launches.spec.outputs, 3 + len(weight)
+    values = 0, 0, rows, *(tensor.data_ptr() for tensor in weight), *[0] * others
+    made = launches.function(device).prepared(*values)
+    pointers = [made.pointer(place) for place in (0, 1, *range(behind, behind + others))]
+    return made, pointers, ((rows, n), (n, 1), TORCH[launches.spec.out_dtype])
 
 
 class EmulatorLaunches(Launches):

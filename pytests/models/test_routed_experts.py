@@ -29,10 +29,12 @@ from lowbit.pylib.experts.by_kernel import (
 from lowbit.pylib.experts.routed import RoutedCall, RoutedExperts, routed_experts
 from lowbit.pylib.reference.inputs import random_inputs
 from lowbit.pylib.runtime import kernel as kernels
+from lowbit.pylib.runtime import top_k_experts
 from lowbit.pylib.runtime.activation_maps import maps_of_x
 from lowbit.pylib.runtime.driver import PreparedLaunch
 from lowbit.pylib.runtime.expert_matmul import ExpertMatmul, spec_of_experts
 from lowbit.pylib.runtime.interface import argument_order
+from lowbit.pylib.runtime.top_k_experts import CudaLaunches, PreparedTopK, ids_and_weights, top_k_experts_of
 from lowbit.pylib.torch_types import TORCH
 
 HIDDEN, WIDTH, EXPERTS, COUNT = 64, 32, 4, 2
@@ -162,6 +164,14 @@ def routing(tokens: int, ids: torch.dtype, weights: torch.dtype, seed: int = 0) 
     return chosen, torch.rand(tokens, COUNT, generator=generator).to(weights)
 
 
+def packed(spec: MatmulSpec) -> list[Tensor]:
+    """Returns a random weight of all experts."""
+    dense = replace(spec, n=EXPERTS * spec.n, epilogue=None)
+    _, weight = random_inputs(dense, 1)
+    made = lowbit.compile(dense, target="cpu").pack(**weight)
+    return [getattr(made, slot.name) for slot in spec.tensors]
+
+
 class Case(NamedTuple):
     launches: int
     tokens: int
@@ -197,11 +207,7 @@ def test_what_is_between_launches_is_laid_out_for_all(name: str, monkeypatch: py
     """Equal bits to launches that get tensors of their own."""
     launches, tokens, ids, weights, target, tile, *given = CASES[name]
     specs = [spec_of_experts(spec, EXPERTS) for spec in given]
-    stored = []
-    for spec in given:
-        dense = replace(spec, n=EXPERTS * spec.n, epilogue=None)
-        _, weight = random_inputs(dense, 1)
-        stored.append([getattr(lowbit.compile(dense, target="cpu").pack(**weight), slot.name) for slot in spec.tensors])
+    stored = [packed(spec) for spec in given]
     x, (chosen, by) = torch.randn(tokens, HIDDEN).bfloat16(), routing(tokens, ids, weights)
     memory = Memory(x, chosen, by, *stored[0], *stored[1])
     matmuls = [Emulated(spec, memory, target) for spec in specs]
@@ -231,6 +237,46 @@ def test_what_is_between_launches_is_laid_out_for_all(name: str, monkeypatch: py
         run(x[:, :32], chosen, by, *stored)
     with pytest.raises(SpecError, match="one for each id"):
         run(x, chosen, by[:, :1], *stored)
+
+
+class EmulatedByIds(CudaLaunches):
+    """Whose launches take addresses."""
+
+    def __init__(self, spec: MatmulSpec, memory: Memory) -> None:
+        super().__init__(spec, parse_target(HOPPER))
+        self._memory = memory
+
+    def function(self, device: int) -> Any:
+        def launch(*values: int) -> None:
+            named = dict(zip(argument_order(self.spec), values, strict=True))
+            m = named.pop("m")
+            at = self._memory.at(named.values())
+            arrays: dict[str, Any] = {name: at[address].numpy() for name, address in named.items()}
+            Emulator(self.artifact.ptx).run(self.artifact.launch, {**arrays, "m": m})
+
+        return Launcher(launch)
+
+
+def test_launches_by_ids_keep_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal bits to launches that are given all."""
+    tokens, gate_up, down = 2, packed(GATE_UP), packed(DOWN)
+    top_k = ids_and_weights(COUNT, torch.int64, torch.float32)
+    assert top_k is not None
+    specs = spec_of_experts(GATE_UP, EXPERTS), spec_of_experts(DOWN, EXPERTS)
+    by_ids = top_k_experts_of(specs[0], specs[1], top_k, parse_target(HOPPER))
+    assert by_ids is not None and by_ids.prepared(gate_up, down, tokens) is None
+    memory = Memory(*gate_up, *down)
+    monkeypatch.setattr(top_k_experts, "allocate", memory.allocate)
+    monkeypatch.setattr(top_k_experts, "current_stream", lambda device: 0)
+    first, second = (EmulatedByIds(launches.spec, memory) for launches in (by_ids._gate_up, by_ids._down))
+    ready = PreparedTopK(first, second, gate_up, down, tokens)
+    for seed in range(2):
+        x, (chosen, by) = torch.randn(tokens, HIDDEN).bfloat16(), routing(tokens, torch.int64, torch.float32, seed)
+        chosen[0, 0] = 1
+        memory.tensors += [x, chosen, by]
+        expected = by_ids(x, chosen, by, gate_up, down)
+        assert torch.equal(ready(x, chosen, by), expected) and expected.any()
+    assert memory.launches == 4
 
 
 def test_what_is_taken() -> None:
