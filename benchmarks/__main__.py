@@ -55,7 +55,7 @@ def run(
     group_size: Annotated[int | None, typer.Option(help="Columns per scale; 0: one scale per row.")] = None,
     zeros: Annotated[str | None, typer.Option(help="none, int or float.")] = None,
     act: Annotated[str | None, typer.Option(help="f16 or bf16.")] = None,
-    compute: Annotated[str | None, typer.Option(help="Of products: none,i8,f8e4m3,f8e4m3+fold.")] = None,
+    compute: Annotated[str | None, typer.Option(help="Of products: none,i8,f8e4m3,i8+fold,f8e4m3+fold.")] = None,
     energy: Annotated[str | None, typer.Option(help="Numbers of tokens whose energy counts: 512,4096.")] = None,
     eager: Annotated[bool | None, typer.Option(help="Time eager calls, too.")] = None,
     sustained: Annotated[bool | None, typer.Option(help="Time what never rests, too.")] = None,

@@ -25,7 +25,7 @@ class Call:
     act           type of x
     out           type of y and of the bias; None: as act
     compute       type in which codes and x are multiplied, "f8e4m3" or "i8"; None: act
-    fold_scales   whether kernels for many tokens may round scaled weights to f8e4m3
+    fold_scales   whether kernels for many tokens may round scaled weights to `compute`
     compute_from  rows of x from which on they are multiplied in `compute`
     experts       between how many experts the rows of the weight are shared out
     top_k         which of them a token goes to, by ids; None: rows of x come sorted by expert
@@ -54,8 +54,8 @@ class Call:
         if self.top_k is not None:
             object.__setattr__(self, "top_k", TopK.read(self.top_k))
             self._check_top_k()
-        if boolean("fold_scales", self.fold_scales) and self.compute != "f8e4m3":
-            raise SpecError(self._misfit_of_folding())
+        if boolean("fold_scales", self.fold_scales) and not self.compute:
+            raise SpecError("fold_scales=True needs compute='f8e4m3' or 'i8'; name one, or fold_scales=False")
         if self.compute_from > 1 and not self.compute:
             raise SpecError(f"compute_from={self.compute_from} needs compute='f8e4m3' or 'i8'; name one, or drop it")
         if boolean("invariant", self.invariant):
@@ -75,11 +75,6 @@ class Call:
             raise SpecError("top_k= needs experts=, of which tokens have some; name how many there are, or drop it")
         if self.compute:
             raise SpecError(f"top_k= is for few tokens, and takes no compute={self.compute!r}; drop one of them")
-
-    def _misfit_of_folding(self) -> str:
-        if self.compute:
-            return f"fold_scales=True needs compute='f8e4m3', not {self.compute!r}: a scaled integer is none"
-        return "fold_scales=True needs compute='f8e4m3'; use both, or fold_scales=False"
 
     def __str__(self) -> str:
         compute = f" in {self.compute}" if self.compute else ""

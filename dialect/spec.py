@@ -55,7 +55,7 @@ class MatmulSpec:
     act         type of x
     compute     type in which codes and x are multiplied: "f8e4m3" or "i8", for which x is quantized to 8 bits with a
                 scale per row (`lowbit.quantize_activation`); None: act
-    fold_scales whether kernels for many tokens round scaled weights to the type of products, "f8e4m3", so that sums
+    fold_scales whether kernels for many tokens round scaled weights to the type of products, `compute`, so that sums
                 stay in the tensor core for all columns: weights of any format then. One with groups has row_scales,
                 which `pack` chooses. Those of several experts are rounded for any number of tokens
     compute_from  rows of x from which on they are quantized for `compute`; a call with fewer rows multiplies in act,

@@ -27,7 +27,7 @@ class Lowbit(Peer):
     """Any spec. With products of 8 bits, quantizing x is not timed."""
 
     name = "lowbit"
-    computes = (None, "f8e4m3", "f8e4m3+fold", "i8")
+    computes = (None, "f8e4m3", "f8e4m3+fold", "i8", "i8+fold")
 
     def spec(self, case: Case) -> MatmulSpec:
         """Returns what it computes."""
@@ -64,7 +64,7 @@ class LowbitWithQuantization(Lowbit):
     """The same call on x in f16 or bf16: two kernels, of which the first quantizes x."""
 
     name = "lowbit+quantize"
-    computes = ("f8e4m3", "f8e4m3+fold", "i8")
+    computes = ("f8e4m3", "f8e4m3+fold", "i8", "i8+fold")
 
     def encoded(self, whole: Layer, case: Case) -> Layer:
         def numbers(x: Tensor) -> Tensor:

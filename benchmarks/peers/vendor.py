@@ -20,7 +20,7 @@ class Torch(Peer):
     """cuBLAS on an unquantized weight, f16 or bf16: what all speed-ups refer to, those of products in 8 bits, too."""
 
     name = "torch"
-    computes = (None, "f8e4m3", "f8e4m3+fold", "i8")
+    computes = (None, "f8e4m3", "f8e4m3+fold", "i8", "i8+fold")
 
     def multiply(self) -> Multiply:
         """Returns what multiplies."""

@@ -29,6 +29,7 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "i8": {"compute": "i8"},
     "f8e4m3": {"compute": "f8e4m3"},
     "f8e4m3, folded": {"compute": "f8e4m3", "fold_scales": True},
+    "i8, folded": {"compute": "i8", "fold_scales": True},
 }
 
 

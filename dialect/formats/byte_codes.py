@@ -40,6 +40,10 @@ MOST_EXACT = 512  # columns of u8 * s8, less zeros of 8 bits times sums of x, of
 MOST_UNFOLDED = 128  # tokens up to which codes are multiplied where they can be, whatever `MatmulSpec.fold_scales` says
 MOST_COLUMNS = 65536  # sums of u8 * s8 over more would not fit into 32 bits
 
+ROUNDER = 1536.0
+"""What is added to a number of f16 from -128 to 127 to round it: f16 numbers from 1024 to 2048 are integers, and the
+lowest byte of the sum is the nearest integer in two's complement."""
+
 LARGEST: dict[Compute, float] = {"f8e4m3": 448.0, "i8": 127.0}
 """The magnitude that the largest number of a row of x is quantized to."""
 LEAST_PEAK = 2.0**-100  # what counts as the largest |x| of a row of less: its scale has a reciprocal in f32
@@ -65,11 +69,12 @@ def fits_rounds(group: int) -> bool:
 
 
 def products_named(name: str) -> dict[str, Any]:
-    """Returns the fields of a spec that a name on a command line stands for: "none", "i8", "f8e4m3", or "f8e4m3+fold"
-    with `MatmulSpec.fold_scales`."""
+    """Returns the fields of a spec that a name on a command line stands for: "none", "i8", "f8e4m3", or "i8+fold" and
+    "f8e4m3+fold" with `MatmulSpec.fold_scales`."""
     compute, plus, folded = name.partition("+")
     if plus and folded != _FOLD:
-        raise SpecError(f"{name!r} must be none, {', '.join(COMPUTE)} or f8e4m3+{_FOLD}")
+        names = ", ".join((*COMPUTE, *(f"{each}+{_FOLD}" for each in COMPUTE)))
+        raise SpecError(f"{name!r} must be one of none, {names}")
     return {"compute": None if compute == "none" else compute, "fold_scales": bool(plus)}
 
 

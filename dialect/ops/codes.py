@@ -16,6 +16,8 @@ from lowbit.dialect.ops.common import check_offset, check_rounding, check_shifte
 from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import CONDITION, UNIT, Lowbit, Reg, RegType, Shared, SharedType
 
+_OF_NUMBERS = ("f8E4M3FN", "i8")  # what numbers of f16 may become in `encode_fragments`
+
 BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8", "i8": "i8"}
 """By the type of operand a in the IR, the type in which bytes are multiplied (`dialect.formats.byte_codes`)."""
 
@@ -208,8 +210,9 @@ class EncodeBytesOp(Lowbit.Operation, name="encode_bytes", traits=[ext.Pure]):
 
 
 class EncodeFragmentsOp(Lowbit.Operation, name="encode_fragments", traits=[ext.Pure]):
-    """Numbers of f16 in fragments of 16 x 16 as fragments of f8E4M3FN that an mma of 8 bits multiplies: rounded to
-    nearest even, and to the largest number where they are beyond it. The order of columns is that of `decode_bytes`.
+    """Numbers of f16 in fragments of 16 x 16 as fragments of f8E4M3FN or i8 that an mma of 8 bits multiplies: rounded
+    to nearest even, and to the largest number where they are beyond it. Integers are the lowest bytes of numbers that
+    `byte_codes.ROUNDER` has rounded. The order of columns is that of `decode_bytes`.
 
     Sources stand side by side: each has as many of the columns of all rows.
     """
@@ -220,7 +223,7 @@ class EncodeFragmentsOp(Lowbit.Operation, name="encode_fragments", traits=[ext.P
     @verifier
     def verify_invariants(op: Any) -> None:
         result = Reg.of(op.result.type)
-        same_element("f8E4M3FN", result.element, "element of the result")
+        expect(result.element in _OF_NUMBERS, "element of the result", " or ".join(_OF_NUMBERS), result.element)
         after = fragments(result.layout, MMA_M16N8K32_A, "result")
         last, columns = after.rank - 1, 0
         rows = after.reduce((last,))

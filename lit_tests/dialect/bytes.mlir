@@ -51,6 +51,29 @@ func.func @fragments(%numbers: !numbers) -> !a {
 
 // -----
 
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", #lowbit.scales<"f16", "f32">>
+// CHECK-LABEL: func.func @folded_integers
+func.func @folded_integers(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %sums: tensor<?x8xf32>, %w: !weight)
+    -> tensor<?x64xf32> {
+  // CHECK: lowbit.quantized_matmul {{.*}}fold_scales
+  %y = lowbit.quantized_matmul %x, %s, %sums, %w {fold_scales}
+      : tensor<?x256xi8>, tensor<?xf32>, tensor<?x8xf32>, !weight -> tensor<?x64xf32>
+  return %y : tensor<?x64xf32>
+}
+
+// -----
+
+!numbers = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], i8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+// CHECK-LABEL: func.func @fragments_of_integers
+func.func @fragments_of_integers(%numbers: !numbers) -> !a {
+  // CHECK: lowbit.encode_fragments %{{.*}} : !reg_16x64xf16
+  %a = lowbit.encode_fragments %numbers : !numbers -> !a
+  return %a : !a
+}
+
+// -----
+
 !numbers = !lowbit.reg<[16, 32], f16, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
 // CHECK-LABEL: func.func @fragments_side_by_side

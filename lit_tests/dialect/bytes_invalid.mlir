@@ -159,16 +159,6 @@ func.func @reciprocal(%x: !row) {
 
 // -----
 
-!weight = !lowbit.packed<[64, 64], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"f16", "f32">>
-func.func @folded_integers(%x: tensor<?x64xi8>, %s: tensor<?xf32>, %sums: tensor<?x2xf32>, %w: !weight) {
-  // expected-error @below {{values with fold_scales: expected f8E4M3FN, got i8}}
-  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {fold_scales, operandSegmentSizes = array<i32: 1, 1, 1, 1, 0, 0>}
-    : (tensor<?x64xi8>, tensor<?xf32>, tensor<?x2xf32>, !weight) -> tensor<?x64xf16>
-  return
-}
-
-// -----
-
 !weight = !lowbit.packed<[64, 64], #lowbit.format<"u4", []>, 64, "none", "f16">
 func.func @folded_groups(%x: tensor<?x64xf8E4M3FN>, %s: tensor<?xf32>, %sums: tensor<?x2xf32>, %w: !weight) {
   // expected-error @below {{scales with fold_scales: expected scales of rows, too, got none of rows}}
@@ -183,6 +173,16 @@ func.func @folded_groups(%x: tensor<?x64xf8E4M3FN>, %s: tensor<?xf32>, %sums: te
 !a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
 func.func @type_of_fragments(%numbers: !numbers) {
   // expected-error @below {{element of a source: expected f16, got bf16}}
+  %a = "lowbit.encode_fragments"(%numbers) {operandSegmentSizes = array<i32: 1>} : (!numbers) -> !a
+  return
+}
+
+// -----
+
+!numbers = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], ui8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+func.func @result_of_fragments(%numbers: !numbers) {
+  // expected-error @below {{element of the result: expected f8E4M3FN or i8, got ui8}}
   %a = "lowbit.encode_fragments"(%numbers) {operandSegmentSizes = array<i32: 1>} : (!numbers) -> !a
   return
 }

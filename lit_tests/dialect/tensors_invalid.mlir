@@ -221,15 +221,6 @@ func.func @gated_bytes_of_experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %q: t
 // -----
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
-func.func @folded_integers_of_experts(%x: tensor<?x256xi8>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
-  // expected-error @below {{values with fold_scales: expected f8E4M3FN, got i8}}
-  %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4, fold_scales} : tensor<?x256xi8>, tensor<?xf32>, tensor<?x8xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>
-  return %y : tensor<?x16xf16>
-}
-
-// -----
-
-!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @folded_scales_of_groups_alone(%x: tensor<?x256xf8E4M3FN>, %s: tensor<?xf32>, %q: tensor<?x8xf32>, %w: !weight, %rows: tensor<?xi32>, %tiles: tensor<?x3xi32>) -> tensor<?x16xf16> {
   // expected-error @below {{scales with fold_scales: expected scales of rows, too, got none of rows}}
   %y = lowbit.quantized_expert_matmul %x, %s, %q, %w, %rows, %tiles {experts = 4, fold_scales} : tensor<?x256xf8E4M3FN>, tensor<?xf32>, tensor<?x8xf32>, !weight, tensor<?xi32>, tensor<?x3xi32> -> tensor<?x16xf16>

@@ -39,9 +39,10 @@ class Codes(Operations):
         """Numbers in f32 rounded to bytes of "f8e4m3" or "i8", 16 to a unit, in the order of `byte_order`."""
         return Tile(ops.EncodeBytesOp(numbers.value, text(kind), Reg(UNIT, layout).type).result)
 
-    def encode_fragments(self, parts: Sequence[Tile], layout: Layout) -> Tile:
-        """Numbers of f16 in fragments of 16 x 16, tiles side by side, rounded to f8E4M3FN in fragments of 16 x 32."""
-        return Tile(ops.EncodeFragmentsOp([part.value for part in parts], Reg("f8E4M3FN", layout).type).result)
+    def encode_fragments(self, parts: Sequence[Tile], element: str, layout: Layout) -> Tile:
+        """Numbers of f16 in fragments of 16 x 16, tiles side by side, in fragments of 16 x 32: rounded to f8E4M3FN, or
+        to i8 by the `ROUNDER` that has been added."""
+        return Tile(ops.EncodeFragmentsOp([part.value for part in parts], Reg(element, layout).type).result)
 
     def lookup(self, codes: Tile, table: Memory, element: str) -> Tile:
         """Returns the number of each code, from the table that `fill_table` made for the same format and element. Do

@@ -309,6 +309,12 @@ def nearest_e4m3(value: Value) -> Value:
     return arith.subf(arith.addf(value, large), large)
 
 
+def nearest_i8(value: Value) -> Value:
+    """vector<16xf32> rounded to the nearest integers, ties to even; in -128..127, as folded weights are."""
+    large = constant(vec(f32()), 1.5 * 2.0**F32.mantissa)
+    return arith.subf(arith.addf(value, large), large)
+
+
 def _place(t: DType, c: Container, codes: Value, position: int) -> Value:
     """Sign and exponent+mantissa of the code at `position` at their places in a container, the rest zero.
 

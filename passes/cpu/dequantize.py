@@ -13,7 +13,7 @@ from lowbit.dialect.bindings import arith
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.cpu.decode import ChunkMap, Isa, nearest_e4m3
+from lowbit.passes.cpu.decode import ChunkMap, Isa, nearest_e4m3, nearest_i8
 from lowbit.passes.cpu.outliers import Lines, Outlier, add_to
 from lowbit.passes.cpu.task import Needs
 from lowbit.passes.cpu.vector_ops import (
@@ -94,8 +94,11 @@ class ChunkDecoder:
 
     def _folded(self, value: Value, rows: RowValues, row: Row) -> Value:
         """Weights of a row rounded as kernels with `MatmulSpec.fold_scales` round them."""
-        f16 = round_to(value, scalar_type("f16"))
-        return arith.mulf(nearest_e4m3(arith.extf(vec(f32()), f16)), rows.spread(row.index, [0] * LANES))
+        in_i8 = self.spec.compute == "i8"
+        if not (in_i8 and self.spec.folds_in_f16):
+            value = arith.extf(vec(f32()), round_to(value, scalar_type("f16")))
+        near = nearest_i8(value) if in_i8 else nearest_e4m3(value)
+        return arith.mulf(near, rows.spread(row.index, [0] * LANES))
 
 
 def dequantize_needs(spec: MatmulSpec, isa: Isa) -> Needs:

@@ -131,16 +131,18 @@ _MINUS: dict[str, Callable[[Any, Any], Any]] = {"f8e4m3": _e4m3_minus, "i8": _si
 # -- numbers to bytes
 
 
-@lowers(ops.EncodeFragmentsOp, needs=FP8)
+@lowers(ops.EncodeFragmentsOp)
 def encode_fragments(op: Any, c: LoweringContext) -> None:
     reg, places, pairs, column = Reg.of(op.result.type), list[Place](), list[Callable[[], Any]](), 0
+    if reg.element == "f8E4M3FN":
+        c.require(FP8, op.operation.name)
     for source in (c.tiles[each] for each in op.sources):
         layout = source.reg.layout
         places += [(row, column + within) for row, within in fragment_blocks(layout, MMA_M16N8K16_A)]
         pairs += [partial(source.pair, i) for i in range(layout.locals // 2)]
         column += layout.shape[-1] // BLOCK_K
-    registers_of = _registers_of_a_row(places, reg)
-    c.tiles[op.result] = Fragment(reg, "word", lambda i: _e4m3_row(*(pairs[of]() for of in registers_of(i))))
+    registers_of, row = _registers_of_a_row(places, reg), _ROWS[str(reg.element)]
+    c.tiles[op.result] = Fragment(reg, "word", lambda i: row(*(pairs[of]() for of in registers_of(i))))
 
 
 def _e4m3_row(near: Any, far: Any) -> Any:
@@ -154,6 +156,15 @@ def _e4m3_row(near: Any, far: Any) -> Any:
     )
     words = [llvm.bitcast(emit.integer(), pair) for pair in (near, far)]
     return llvm.inline_asm(emit.integer(), words, "\n".join(lines), "=r,r,r", asm_dialect=0)
+
+
+def _i8_row(near: Any, far: Any) -> Any:
+    """The lowest bytes of the same."""
+    low, high = (llvm.bitcast(emit.integer(), pair) for pair in (near, far))
+    return emit.permute_bytes(low, high, 0x6240)
+
+
+_ROWS: dict[str, Callable[[Any, Any], Any]] = {"f8E4M3FN": _e4m3_row, "i8": _i8_row}
 
 
 @lowers(ops.EncodeBytesOp)

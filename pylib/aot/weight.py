@@ -24,9 +24,10 @@ def weight_to_dict(spec: MatmulSpec) -> dict[str, Any]:
         "range": _range_of_values(spec),
         "given": [_given(spec, slot) for slot in spec.given_tensors],
         "folds": spec.folds,
-        "folds_by_codes": spec.folds and spec.dtype.max > LARGEST["f8e4m3"],
+        "folds_to": int(LARGEST[spec.byte_type]) if spec.folds else 0,
+        "folds_by_codes": spec.folds and spec.dtype.max > LARGEST[spec.byte_type],
         "saved": saved.text_of(spec),
-        "same": [*saved.WEIGHT_FIELDS],
+        "same": [*saved.weight_fields(spec)],
     }
 
 

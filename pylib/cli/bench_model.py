@@ -44,7 +44,7 @@ def bench_model(
     """Time a language model with random weights: tokens per second of decoding and prefill, low-bit against bf16.
 
     The model's code is that of transformers, with a static cache, torch.compile and, on a GPU, a CUDA graph. A format
-    such as u4:f8e4m3 quantizes activations to 8 bits and multiplies in that type; u4:f8e4m3+fold folds scales, too, and
+    such as u4:f8e4m3 quantizes activations to 8 bits and multiplies in that type; u4:i8+fold folds scales, too, and
     u4:f8e4m3@65 does so from 65 tokens on.
 
     [bold]Examples[/]
@@ -83,7 +83,7 @@ def bench_model(
 def quantizations(weights: str, group_size: int) -> list[QuantConfig | None]:
     """Returns what formats, separated by commas, stand for; None for bf16, which stays dense.
 
-    After a colon stands the type in which a format is multiplied: "u4:f8e4m3", or "u4:f8e4m3+fold" with scales folded
+    After a colon stands the type in which a format is multiplied: "u4:f8e4m3", or "u4:i8+fold" with scales folded
     into weights. "u4:f8e4m3@65" multiplies so from 65 tokens on.
     """
     return [None if name == "bf16" else _quantization(name, group_size or None) for name in weights.split(",")]

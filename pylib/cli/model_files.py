@@ -45,7 +45,7 @@ def quantize(
         str | None, typer.Option(help="Multiply in 8 bits: f8e4m3 or i8; without it, in the type of inputs.")
     ] = None,
     compute_from: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens from which on that is done.")] = 1,
-    fold_scales: Annotated[bool, typer.Option("--fold-scales", help="With f8e4m3: round scaled weights, too.")] = False,
+    fold_scales: Annotated[bool, typer.Option("--fold-scales", help="Round scaled weights to --compute.")] = False,
     skip: Annotated[list[str] | None, typer.Option(help="Modules that stay dense; * stands for any text.")] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantize the output layer, too.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize embeddings, too, tied or not.")] = False,

@@ -52,7 +52,7 @@ _TEXTS = {
     "compute_from": "Rows of x from which on they are quantized; fewer are multiplied in the type of x.",
     "epilogue": "What becomes of sums: silu_mul, gelu_mul, swiglu_oai (y [m, n / 2]) or residual.",
     "invariant": "One result for every number of rows: equal bits, in one order of sums.",
-    "fold_scales": "With f8e4m3: round scaled weights, so that sums stay in the tensor core.",
+    "fold_scales": "With --compute: round scaled weights to it, so that sums stay in the tensor core.",
 }
 """What `--help` says of each field of a spec, in this order."""
 

@@ -66,7 +66,7 @@ def tune(
     acts: Annotated[str, typer.Option(help="Types of x.")] = "f16",
     zeros: Annotated[str, typer.Option(help="Kinds of zero points.")] = "none",
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it, as x.")] = None,
-    compute: Annotated[str, typer.Option(help="Types of products: none (of x), f8e4m3, f8e4m3+fold, i8.")] = "none",
+    compute: Annotated[str, typer.Option(help="Types of products: none (of x), f8e4m3, i8, i8+fold ...")] = "none",
     experts: Annotated[
         int, typer.Option("--experts", min=1, max=MOST, help="Experts that share the rows of sizes, n in all.")
     ] = 1,

@@ -24,7 +24,7 @@ def set_compute_(
     model          any module; embeddings, and output layers that are tied to them, are left alone
     compute        "f8e4m3" or "i8"; None: the type of inputs
     compute_from   tokens of a call from which on they are quantized; fewer are multiplied in their own type
-    fold_scales    with "f8e4m3": round scaled weights where many tokens are multiplied, as `MatmulSpec` has it
+    fold_scales    with `compute`: round scaled weights to it where many tokens are multiplied, as `MatmulSpec` has it
 
     Raises SpecError for a model without low-bit linear layers, and for what fits none of them, which changes nothing.
     """

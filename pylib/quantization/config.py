@@ -65,7 +65,7 @@ class QuantConfig:
     steps       how many steps SignRound takes
     compute     type in which layers multiply codes and x, as in `MatmulSpec`: "f8e4m3" or "i8"; None: that of x. The
                 weight is rounded in the same way
-    fold_scales with compute="f8e4m3": round scaled weights again where many tokens are multiplied, as in `MatmulSpec`
+    fold_scales with compute: round scaled weights to it where many tokens are multiplied, as in `MatmulSpec`
     compute_from  with compute: multiply fewer tokens in the type of x, as in `MatmulSpec`
     invariant   give a token the same bits whatever tokens are beside it, as in `MatmulSpec`
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from lowbit.dialect.epilogue import ACTIVATIONS, RESIDUAL
-from lowbit.dialect.formats.byte_codes import LARGEST, SUM_COLUMNS
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.reference.definition import (
     F64,
@@ -45,7 +45,7 @@ from lowbit.pylib.reference.definition import (
     zero_of,
 )
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights.folding import with_row_scales, with_table_in_f16
+from lowbit.pylib.weights.folding import rounded, with_row_scales, with_table_in_f16
 
 # Rounding: relative error (2^-precision: half an ulp) and half the least subnormal.
 ROUNDING = {"f16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134), "f32": (2.0**-24, 2.0**-150)}
@@ -191,7 +191,7 @@ def _outlier_error(spec: MatmulSpec, x: Array, sparse: F64, added: F64) -> F64:
 
 def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
     """W [n, k] of tensors as `pack` takes them, as `MatmulSpec.fold_scales` allows kernels to round it: divided by the
-    scale of its row, rounded to f16 and then to f8e4m3, and multiplied again."""
+    scale of its row, rounded to f16 and then to `spec.compute`, and multiplied again."""
     if not spec.folds:
         return dequantize(spec, **given)
     tensors = with_row_scales(spec, {name: torch.as_tensor(t) for name, t in given.items()})
@@ -199,19 +199,21 @@ def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
     if spec.folds_in_f16:
         tensors["scales"] = tensors["scales"].half()
     plain = tensors | {"row_scales": torch.ones(len(rows))}
-    near = torch.from_numpy(dequantize(with_table_in_f16(spec), **plain)).half().float()
-    return f64(near.clamp(-LARGEST["f8e4m3"], LARGEST["f8e4m3"]).to(TORCH["e4m3"])) * rows
+    return f64(rounded(spec, torch.from_numpy(dequantize(with_table_in_f16(spec), **plain)))) * rows
 
 
 def _folding_error(spec: MatmulSpec, x: F64, given: Mapping[str, Array]) -> F64:
     """Returns the part of `tolerance` that comes from folded scales: |sum_k x (w' - w)| with w' the weight that is
-    multiplied, and the loss of the tensor core where it adds up all columns.
+    multiplied, and the loss of the tensor core where it adds up all columns of f8e4m3.
 
-    Each of the 33 terms of an addition is cut 13 bits below the largest, a product or the sum so far.
+    Each of the 33 terms of an addition is cut 13 bits below the largest, a product or the sum so far. Sums of i8 are
+    exact.
     """
     weights = dequantize(spec, **given), folded_weight(spec, given)
     exact, near = (np.nan_to_num(w, posinf=0.0, neginf=0.0) for w in weights)
     x = np.nan_to_num(x)
+    if spec.compute == "i8":
+        return np.abs(x @ (near - exact).T)
     sums = np.zeros((len(x), len(near)))
     lost = np.zeros_like(sums)
     for first in range(0, spec.k, SUM_COLUMNS):

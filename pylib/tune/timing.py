@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from lowbit.dialect.bilevel import integers_of
+from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.torch_types import TORCH, stored_type
@@ -28,6 +29,7 @@ from lowbit.pylib.weights.packed import PackedWeight
 
 DEFEAT_L2_BYTES = 400e6
 OUTLIERS = 0.01  # density of random ones
+_MOST_SCALE = 2.0**15  # which f16 has
 REST_SECONDS, WARM_SECONDS = 0.1, 0.004
 RESTED_US = 35_000.0  # of work after a rest and the warm-up, at full clocks
 SUSTAINED_SECONDS = 0.3  # of work, before the GPU's pace is steady
@@ -131,10 +133,21 @@ def random_tensor(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str
         return torch.randint(0, codes.codes, slot.shape, dtype=torch.uint8, device=device)
     if slot.role == "bias":
         return torch.randn(slot.shape, device=device).to(TORCH[slot.storage])
-    values = torch.rand(slot.shape, device=device) * 0.01 + 0.005
+    values = (torch.rand(slot.shape, device=device) * 0.01 + 0.005) * _size_of_scales(spec, slot)
     if slot.storage == "e8m0":
         values = torch.exp2(torch.floor(torch.log2(values)))
     return values.to(TORCH[slot.storage]).view(stored_type(slot.storage))
+
+
+def _size_of_scales(spec: MatmulSpec, slot: TensorSlot) -> float:
+    """What makes weights as large as their type of 8 bits allows where scales are folded, as `pack` does; and the
+    scales of rows as much smaller."""
+    of_codes = spec.slot("scales").code
+    if not spec.folds or slot.name not in ("row_scales", "scale_scales" if of_codes else "scales"):
+        return 1.0
+    largest = spec.dtype.max * (integers_of(of_codes).codes if of_codes else 1)
+    size = min(0.9 * LARGEST[spec.byte_type] / largest, _MOST_SCALE) / 0.015
+    return 1 / size if slot.name == "row_scales" else size
 
 
 def _random_codes(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str) -> torch.Tensor:

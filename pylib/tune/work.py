@@ -32,7 +32,7 @@ def problems(
     shapes     `Size`s, or their first fields
     tiles      token tiles; of experts numbers of tokens
     scale      of all; None: that of act
-    computes   "none" for x as it is, or types of 8 bits, "f8e4m3+fold" with scales folded into weights
+    computes   "none" for x as it is, or types of 8 bits, "i8+fold" with scales folded into weights
 
     Raises SpecError if there is none, for the reason that the first has.
     """

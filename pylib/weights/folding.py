@@ -1,4 +1,4 @@
-"""Weights whose scales are folded into numbers of f8e4m3 (`MatmulSpec.fold_scales`): the scales of rows that `pack`
+"""Weights whose scales are folded into numbers of 8 bits (`MatmulSpec.fold_scales`): the scales of rows that `pack`
 chooses for them, and the numbers that are multiplied."""
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Ends = tuple[Tensor, Tensor]
 
 def with_row_scales(spec: MatmulSpec, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors as `pack` takes them, where a power of two has gone from the scales and offsets of every row to
-    the scale of the row: the least with which no weight of the row is beyond the largest number of f8e4m3. Rows that
-    share a second level share the power.
+    the scale of the row: the least with which no weight of the row is beyond the largest number of `spec.compute`. Rows
+    that share a second level share the power.
 
     Scales stay exact, but for those that become subnormal numbers of their type. Raises PackError where their type does
     not hold those of a row's largest weights.
     """
     ends = _ends(spec, values["codes"])
     largest = _largest(spec, values, ends)
-    exponent = _exponents(largest)
+    exponent = _exponents(largest / LARGEST[spec.byte_type])
     height = spec.bilevel.rows if spec.bilevel else 1
     blocks = pad(exponent, (0, 0, 0, -spec.n % height), value=_EXPONENTS[0]).view(-1, height)
     exponent = blocks.amax(1, keepdim=True).repeat_interleave(height, 0)[: spec.n]
@@ -72,10 +72,10 @@ def _rounded(spec: MatmulSpec, name: str, values: Tensor) -> Tensor:
 
 
 def _ends(spec: MatmulSpec, codes: Tensor) -> Ends:
-    """Returns the least and the largest value of a format; of one that reaches further than f8e4m3, where few weights
-    come near that, those of the codes of each group."""
+    """Returns the least and the largest value of a format; of one that reaches further than `spec.compute`, where few
+    weights come near that, those of the codes of each group."""
     values = finite_values(spec)
-    if spec.dtype.max <= LARGEST["f8e4m3"]:
+    if spec.dtype.max <= LARGEST[spec.byte_type]:
         low, high = codes.new_tensor([values.min(), values.max()], dtype=torch.float64)
         return low, high
     table, mask = torch.from_numpy(values).to(codes.device), spec.dtype.codes - 1
@@ -102,9 +102,9 @@ def _values_of(spec: MatmulSpec, role: str, values: Mapping[str, Tensor]) -> Ten
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """Returns the least e with largest <= 448 * 2^e, and 0 for rows of zeros; numbers that are not finite are left to
-    the checks of `pack`."""
-    mantissa, exponent = torch.frexp(largest / LARGEST["f8e4m3"])  # mantissa in [0.5, 1)
+    """Returns the least e with largest <= 2^e, and 0 for rows of zeros; numbers that are not finite are left to the
+    checks of `pack`."""
+    mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1)
     least = exponent - (mantissa == 0.5).int()
     return torch.where((largest > 0) & largest.isfinite(), least, 0).clamp(*_EXPONENTS)
 
@@ -137,9 +137,16 @@ def with_scales_in_f16(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> tuple
 
 def folded(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns the weight [n, k] in f32 as kernels for many tokens multiply it: without the scale of its row, rounded to
-    f16 and then to f8e4m3, to nearest even and to 448 at most; times the scale of the row."""
+    8 bits (`rounded`); times the scale of the row."""
     plain, tensors = with_scales_in_f16(spec, tensors)
     plain = replace(with_table_in_f16(plain).in_act, row_scales=False)
-    largest = LARGEST["f8e4m3"]
-    near = dequantize(plain, tensors, torch.float16).float().clamp(-largest, largest).to(TORCH["e4m3"])
-    return near.float() * numbers(spec, "row_scales", tensors)
+    return rounded(spec, dequantize(plain, tensors, torch.float32)) * numbers(spec, "row_scales", tensors)
+
+
+def rounded(spec: MatmulSpec, weights: Tensor) -> Tensor:
+    """Returns numbers in f32, rounded to f16 and then to `spec.compute`: to nearest even, and to its largest number at
+    most. To i8 they are rounded once, where a code is multiplied by its scale in f16."""
+    largest = LARGEST[spec.byte_type]
+    if spec.compute == "i8":
+        return (weights if spec.folds_in_f16 else weights.half()).float().round()
+    return weights.half().float().clamp(-largest, largest).to(TORCH["e4m3"]).float()

@@ -290,7 +290,7 @@ class PackedWeight(Mapping[str, Tensor]):
 
     def folded(self) -> Tensor:
         """Returns the weight [n, k] in f32 with the numbers that a spec with `fold_scales` allows kernels to multiply:
-        those of groups are rounded to f16 and then to f8e4m3, before the scales of rows multiply them."""
+        those of groups are rounded to f16 and then to `compute`, before the scales of rows multiply them."""
         if not self.spec.folds:
             return self.dequantize()
         return gated_rows.given(self.spec, folding.folded(self.spec, self))
@@ -304,7 +304,7 @@ class PackedWeight(Mapping[str, Tensor]):
         Raises SpecError where the weight can't be multiplied so, and PackError if it has no values to look at.
         """
         spec = replace(self.spec, compute=compute, compute_from=compute_from, fold_scales=fold_scales)
-        if not spec.folds or self.spec.folds:
+        if not spec.folds or (self.spec.folds and self.spec.compute == compute):
             return PackedWeight(interned(spec), self)
         if self.readable_spec is None:
             raise PackError("the weight has no values, from which fold_scales takes a power of two; load them first")

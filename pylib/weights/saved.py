@@ -38,6 +38,12 @@ WEIGHT_FIELDS = (*(f.name for part in (Shape, WeightFormat) for f in fields(part
 tensors fit."""
 
 
+def weight_fields(spec: MatmulSpec) -> tuple[str, ...]:
+    """Returns the fields in which the specs that a weight can be loaded for agree: where scales are folded, the type of
+    products, too, in whose range they were put."""
+    return (*WEIGHT_FIELDS, "compute") if spec.folds else WEIGHT_FIELDS
+
+
 def write_spec(spec: MatmulSpec) -> Tensor:
     """Returns what stands under "spec" in a file."""
     return torch.frombuffer(bytearray(text_of(spec).encode()), dtype=torch.uint8)
@@ -123,7 +129,7 @@ def with_products_of(saved: MatmulSpec, wanted: MatmulSpec) -> MatmulSpec:
 
 def check_same(saved: MatmulSpec, wanted: MatmulSpec) -> None:
     """Raise PackError unless a weight with one spec can be loaded for another."""
-    wrong = [name for name in WEIGHT_FIELDS if getattr(saved, name) != getattr(wanted, name)]
+    wrong = [name for name in weight_fields(wanted) if getattr(saved, name) != getattr(wanted, name)]
     if saved.is_gated != wanted.is_gated:
         wrong.append("epilogue")
     if wrong:

@@ -67,6 +67,7 @@ EIGHT_BITS = {
     "from_8_rows": S(32, 160, "i3", group_size=32, compute="i8", compute_from=8, epilogue="residual", out="f32"),
     "gated": S(64, 96, "f4e2m1", group_size=32, scale="e8m0", compute="f8e4m3", epilogue="silu_mul"),
     "folded": S(48, 256, "u4", group_size=64, zeros="int", compute="f8e4m3", fold_scales=True),
+    "folded_in_i8": S(48, 256, "u4", group_size=64, zeros="int", compute="i8", fold_scales=True),
     "folded_table": S(48, 256, "nf4", group_size=64, compute="f8e4m3", fold_scales=True, act="bf16"),
 }
 

@@ -28,6 +28,7 @@ TABLE = tuple(np.linspace(-3, 5, 8).tolist())
 TABLE_256 = tuple(np.linspace(-2, 2, 256).tolist())
 S = MatmulSpec
 FOLDED: dict[str, Any] = {"compute": "f8e4m3", "fold_scales": True}
+IN_I8: dict[str, Any] = {"compute": "i8", "fold_scales": True}
 
 
 def foldable(weight: str) -> bool:
@@ -67,6 +68,9 @@ SPECS: dict[str, MatmulSpec] = {
     "folded_powers": S(33, 256, "f4e2m1", group_size=32, scale="e8m0", **FOLDED),
     "folded_gate": S(64, 128, "f8e5m2", group_size=32, epilogue="silu_mul", **FOLDED),
     "folded_experts": S(96, 128, "u4", group_size=32, zeros="int", experts=3, **FOLDED),
+    **{f"folded_in_i8_{w}": S(33, 256, w, group_size=32, **IN_I8) for w in ("u4", "i3", "u8", "nf4", "f6e3m2")},
+    "folded_zeros_in_i8": S(33, 256, "u8", group_size=64, zeros="int", act="bf16", **IN_I8),
+    "folded_levels_in_i8": S.preset("q4_k", 48, 512, **IN_I8),
     **{f"folded_{name}": S.preset(name, 48, 512, **FOLDED) for name in ("q2_k", "q4_k", "q6_k", "nvfp4")},
 }
 

@@ -43,7 +43,7 @@ def test_problems() -> None:
     assert [(p.spec.weight, p.spec.compute) for p in both] == [("u4", None), ("u4", "f8e4m3"), ("u8", None)]
     (folded,) = problems([(64, 256)], ["u4"], [128], [512], computes=["f8e4m3+fold"])
     assert folded.spec.compute == "f8e4m3" and folded.spec.folds
-    with pytest.raises(SpecError, match=r"'f8e4m3\+half' must be none, f8e4m3, i8 or f8e4m3\+fold"):
+    with pytest.raises(SpecError, match=r"'f8e4m3\+half' must be one of none, f8e4m3, i8, f8e4m3\+fold, i8\+fold"):
         problems([(64, 256)], ["u4"], [128], [512], computes=["f8e4m3+half"])
     with pytest.raises(SpecError, match="group_size=96 must divide k=256"):
         problems([(64, 256)], ["u4"], [96], [1])

@@ -101,6 +101,7 @@ BASES = (
     PLAIN | {"compute": "i8"},
     PLAIN | {"compute": "f8e4m3"},
     PLAIN | _FOLDED,
+    PLAIN | _FOLDED | {"compute": "i8"},
     PLAIN | _FOLDED | {"k": 256},
     PLAIN | _FOLDED | _TWO_LEVELS,
 )

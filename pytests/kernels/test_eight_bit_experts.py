@@ -145,8 +145,11 @@ def test_every_format_in_tiles_of_few_slots(compute: Compute, weight: str) -> No
     assert is_exact(spec, schedule, MIXED, 7, HOPPER)
 
 
+_FOLDED_GATE: dict[str, Any] = {"fold_scales": True, "epilogue": "silu_mul"}
+
+
 @pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("choices", [I8, FP8, FP8 | {"fold_scales": True, "epilogue": "silu_mul"}], ids=str)
+@pytest.mark.parametrize("choices", [I8, FP8, FP8 | _FOLDED_GATE, I8 | _FOLDED_GATE], ids=str)
 def test_short_tiles(choices: dict[str, Any], gather: bool) -> None:
     """Tiles of up to 32 of 128 slots are multiplied by narrower products, after all others."""
     ids = np.random.default_rng(1).permutation(np.repeat(np.arange(4), [148, 0, 31, 128]))
@@ -194,6 +197,7 @@ CASES: list[tuple[dict[str, Any], AnySchedule, AnySchedule]] = [
      KINDS[1], EightBitExpertsSchedule(128)),
     ({"group_size": 32, "weight": "u4", "zeros": "offset", "scale": "u6", **LEVELS, **FOLDED}, SMALL, WGMMA),
     ({"weight": "u8", "zeros": "int", **FOLDED}, SMALL, WGMMA),
+    ({"weight": "u4", "zeros": "int", **FOLDED, **I8}, SMALL, WGMMA),
     ({"weight": "f6e3m2", "group_size": 64, "act": "bf16", **FOLDED}, replace(SMALL, blocks_per_sm=2), WGMMA),
 ]  # fmt: skip
 
@@ -215,7 +219,7 @@ def test_folded_weights_are_rounded_for_any_number_of_tokens() -> None:
 # -- which kernels serve
 
 
-@pytest.mark.parametrize("compute", [I8, FP8, FOLDED], ids=str)
+@pytest.mark.parametrize("compute", [I8, FP8, FOLDED, I8 | {"fold_scales": True}], ids=str)
 def test_every_size_of_tiles_has_a_kernel(compute: dict[str, Any]) -> None:
     """Weights stream for few slots, if their codes are multiplied; else mma.sync up to 32 slots. By wgmma above where
     there is any."""

@@ -1,4 +1,4 @@
-"""Scales folded into weights of f8e4m3: which numbers are multiplied, the kernels that multiply them in the emulator
+"""Scales folded into weights of 8 bits: which numbers are multiplied, the kernels that multiply them in the emulator
 and on the CPU, and what does not go together with it.
 
 Sums are compared to the last bit where f32 holds all of them, as in `test_eight_bit`.
@@ -7,6 +7,7 @@ Sums are compared to the last bit where f32 holds all of them, as in `test_eight
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -41,9 +42,10 @@ from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance
 from lowbit.pylib.tune.trial import rounding
 from lowbit.pylib.weights.packed import PackedWeight, pack
 
-FORMATS = [name for compute, name in FITTING if compute == "f8e4m3"]
 FOLDED: dict[str, Any] = {"compute": "f8e4m3", "fold_scales": True}
-HOPPER, ADA = "emulator:sm_90a", "emulator:sm_89"
+IN_I8: dict[str, Any] = {"compute": "i8", "fold_scales": True}
+BOTH = pytest.mark.parametrize("folded", [FOLDED, IN_I8], ids=lambda folded: folded["compute"])
+HOPPER, ADA, AMPERE = "emulator:sm_90a", "emulator:sm_89", "emulator:sm_80"
 
 
 def folded_problem(spec: MatmulSpec, m: int) -> Problem:
@@ -64,7 +66,7 @@ def tensors_of(problem: Problem) -> dict[str, Tensor]:
 
 
 def expected(spec: MatmulSpec, problem: Problem) -> Tensor:
-    """y of the definition: the weight without the scale of its row is rounded to f8e4m3."""
+    """y of the definition: the weight without the scale of its row is rounded to 8 bits."""
     x, x_scales = problem[0].double(), problem[1].double()
     w = reference.folded_weight(spec, tensors_of(problem))
     return ((x * x_scales[:, None]) @ torch.from_numpy(w).T).float()
@@ -88,6 +90,25 @@ def test_pack_chooses_powers_of_two() -> None:
     assert rows[1:4].tolist() == [1.0, 2.0, 1.0]
     kept = slice(0, 4)  # the last row has a scale that becomes a subnormal number
     assert torch.equal(w.dequantize()[kept], pack(plain, codes, scales, zeros=zeros).dequantize()[kept])
+
+
+def test_pack_chooses_powers_of_two_for_integers() -> None:
+    """The least with which no weight of a row is beyond 127. It goes when the type of products changes."""
+    spec = MatmulSpec(4, 64, "u4", 32, zeros="int", **IN_I8)
+    scales = torch.tensor([[0.01, 0.02], [127 / 8, 1.0], [-128 / 8, 1.0], [0.0, 0.0]])
+    codes = torch.arange(16).repeat(4, 4)
+    w = pack(spec, codes, scales, zeros=torch.full((4, 2), 8))
+    rows, near = w.unpack_row_scales(), w.folded()
+    assert rows is not None and rows[1:].tolist() == [1.0, 2.0, 1.0]
+    integers = near / rows[:, None]
+    assert torch.equal(integers, integers.round()) and integers.abs().amax(1).tolist()[1:] == [127.0, 64.0, 0.0]
+    assert integers[0].abs().max() > 63
+    floats = w.with_compute(**FOLDED)
+    of_floats = floats.unpack_row_scales()
+    assert of_floats is not None and of_floats[1:].tolist() == [0.5, 0.5, 1.0]
+    for each in (floats, w):
+        back = each.with_compute(**IN_I8)
+        assert torch.equal(back.folded(), near) and torch.equal(back.dequantize(), w.dequantize())
 
 
 def test_row_scales_that_are_given_stay() -> None:
@@ -165,17 +186,18 @@ def test_one_scale_per_row_is_not_folded() -> None:
 # -- kernels
 
 
-def spec_of(weight: str, number: int) -> MatmulSpec:
+def spec_of(weight: str, number: int, folded: dict[str, Any] = FOLDED) -> MatmulSpec:
     """A small spec of a format: group sizes and zeros take turns."""
     group = (256 if dtype(weight).bits in (3, 5, 6, 7) else 32, 128, None, 256)[number % 4]
     zeros = "int" if weight[0] in "ui" and number % 2 else "none"
     group = 256 if group and dtype(weight).bits in (3, 5, 6, 7) else group
-    return MatmulSpec(40, 1024, weight, group, zeros=zeros, out="f32", **FOLDED)
+    return MatmulSpec(40, 1024, weight, group, zeros=zeros, out="f32", **folded)
 
 
-@pytest.mark.parametrize("weight", FORMATS)
-def test_every_format_to_the_last_bit(weight: str) -> None:
-    spec = spec_of(weight, FORMATS.index(weight))
+@pytest.mark.parametrize(("compute", "weight"), FITTING)
+def test_every_format_to_the_last_bit(compute: str, weight: str) -> None:
+    number = [name for of, name in FITTING if of == compute].index(weight)
+    spec = spec_of(weight, number, IN_I8 if compute == "i8" else FOLDED)
     problem = folded_problem(spec, m=5)
     assert torch.equal(wgmma.run(spec, wgmma.SMALL, problem), expected(spec, problem))
 
@@ -195,7 +217,10 @@ CASES: list[tuple[dict[str, Any], Schedule, int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("choices", "schedule", "m"), CASES, ids=str)
+IN_INTEGERS = [(choices | IN_I8, schedule, m) for choices, schedule, m in CASES[1::2]]
+
+
+@pytest.mark.parametrize(("choices", "schedule", "m"), CASES + IN_INTEGERS, ids=str)
 def test_small_sizes_to_the_last_bit(choices: dict[str, Any], schedule: Schedule, m: int) -> None:
     spec = MatmulSpec(**{"weight": "u4", "group_size": 128, "out": "f32", **FOLDED, **choices})
     problem = folded_problem(spec, m)
@@ -203,8 +228,11 @@ def test_small_sizes_to_the_last_bit(choices: dict[str, Any], schedule: Schedule
 
 
 @pytest.mark.parametrize("weight", ["u4", "i3", "f6e3m2", "f8e4m3"])
-def test_mma_sync_to_the_last_bit(weight: str) -> None:
-    spec = spec_of(weight, 1)
+@BOTH
+def test_mma_sync_to_the_last_bit(weight: str, folded: dict[str, Any]) -> None:
+    if folded is IN_I8 and weight == "f8e4m3":
+        pytest.skip("codes that are no numbers")
+    spec = spec_of(weight, 1, folded)
     problem = folded_problem(spec, m=40)
     assert torch.equal(mma_sync.run(spec, mma_sync.SMALL, problem), expected(spec, problem))
 
@@ -216,10 +244,13 @@ def test_rounding_shows() -> None:
     assert (reference.folded_weight(spec, given) != reference.dequantize(spec, **given)).mean() > 0.2
 
 
-@pytest.mark.parametrize("target", [HOPPER, ADA, "cpu"])
-def test_from_129_tokens_on(target: str) -> None:
+FROM_129 = [(HOPPER, FOLDED), (ADA, FOLDED), ("cpu", FOLDED), (HOPPER, IN_I8), (AMPERE, IN_I8), ("cpu", IN_I8)]
+
+
+@pytest.mark.parametrize(("target", "folded"), FROM_129, ids=str)
+def test_from_129_tokens_on(target: str, folded: dict[str, Any]) -> None:
     """As a user calls it. Up to 128 tokens scales multiply sums, and weights are not rounded."""
-    spec = MatmulSpec(40, 512, "u4", 128, zeros="int", bias=True, **FOLDED)
+    spec = MatmulSpec(40, 512, "u4", 128, zeros="int", bias=True, **folded)
     mm = lowbit.compile(spec, target)
     x, tensors = random_inputs(spec, MOST_UNFOLDED + 1)
     w = mm.pack(**tensors)
@@ -248,8 +279,9 @@ def test_kernels_up_to_128_tokens_are_those_without_folding() -> None:
 
 
 @pytest.mark.parametrize("target", [HOPPER, "cpu"])
-def test_rows_of_zeros_and_of_what_is_no_number(target: str) -> None:
-    spec = MatmulSpec(24, 256, "u4", 128, out="f32", **FOLDED)
+@BOTH
+def test_rows_of_zeros_and_of_what_is_no_number(target: str, folded: dict[str, Any]) -> None:
+    spec = MatmulSpec(24, 256, "u4", 128, out="f32", **folded)
     codes, scales = torch.randint(0, 16, (24, 256)), torch.rand(24, 2) + 0.1
     scales[5] = 0.0
     scales[6, 0] = 0.0
@@ -264,9 +296,10 @@ def test_rows_of_zeros_and_of_what_is_no_number(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", [HOPPER, "cpu"])
-def test_rows_of_any_size(target: str) -> None:
+@BOTH
+def test_rows_of_any_size(target: str, folded: dict[str, Any]) -> None:
     """Rows of large and of small scales are as exact as each other; in a row, small groups lose bits beside large."""
-    spec = MatmulSpec(48, 256, "i4", 64, scale="f32", out="f32", **FOLDED)
+    spec = MatmulSpec(48, 256, "i4", 64, scale="f32", out="f32", **folded)
     codes = torch.randint(-8, 8, (48, 256))
     scales = (1 + torch.rand(48, 4)) * torch.exp2(torch.arange(48.0) - 24)[:, None]
     scales[:, 1] *= 2.0**-30  # of which nothing is left
@@ -301,7 +334,10 @@ OTHERS: list[MatmulSpec] = [
 ]
 
 
-@pytest.mark.parametrize("spec", OTHERS, ids=str)
+INTEGERS = [replace(spec, compute="i8") for spec in OTHERS if spec.weight not in ("f8e5m2", "u8")]
+
+
+@pytest.mark.parametrize("spec", OTHERS + INTEGERS, ids=str)
 @pytest.mark.parametrize("target", [HOPPER, "cpu"])
 def test_formats_that_no_other_kernel_multiplies(spec: MatmulSpec, target: str) -> None:
     """Every format, kind of zeros and second level, for any number of tokens; sums are in f32."""
@@ -359,10 +395,15 @@ def test_every_spec_has_kernels(target: str) -> None:
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "order of columns": (byte_numbers, "_e4m3_row", lambda right: lambda near, far: right(far, near)),
+    "order of columns": (byte_numbers, "_ROWS", lambda rows: {t: partial(exchanged, row) for t, row in rows.items()}),
     "group": (FoldedBytes, "_as_round", lambda right: lambda self, held: swapped(right(self, held))),
     "scale of rows": (Fragments, "_in_type_of_x", lambda right: lambda self, numbers, *others: numbers),
 }
+
+
+def exchanged(row: Any, near: Any, far: Any) -> Any:
+    """What `row` makes of two pairs of columns in the other order."""
+    return row(far, near)
 
 
 def swapped(registers: WeightRegisters) -> WeightRegisters:
@@ -372,10 +413,11 @@ def swapped(registers: WeightRegisters) -> WeightRegisters:
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_mutations_are_found(what: str, folded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, wrap = MUTATIONS[what]
     monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
-    spec = MatmulSpec(64, 1024, "i4", 64, out="f32", **FOLDED)
+    spec = MatmulSpec(64, 1024, "i4", 64, out="f32", **folded)
     problem = folded_problem(spec, 20)
     assert not torch.equal(wgmma.run(spec, Schedule(32), problem), expected(spec, problem))
 
@@ -403,6 +445,8 @@ def test_a_saved_weight_is_the_same() -> None:
     loaded = PackedWeight.from_state_dict(w.state_dict())
     assert loaded.spec is w.spec and torch.equal(loaded.folded(), w.folded())
     assert MatmulSpec.from_dict(spec.to_dict()) == spec
+    with pytest.raises(PackError, match=r"was packed with compute='f8e4m3' \(not 'i8'\); load it with that spec"):
+        PackedWeight.from_state_dict(w.state_dict(), replace(spec, compute="i8"))
 
 
 def test_a_quantized_model() -> None:
@@ -424,8 +468,11 @@ def test_a_quantized_model() -> None:
 # -- what does not go together
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"compute": None}, "fold_scales=True needs compute='f8e4m3'; use both"),
-    ({"compute": "i8"}, "fold_scales=True needs compute='f8e4m3', not 'i8': a scaled integer is none"),
+    ({"compute": None}, "fold_scales=True needs compute='f8e4m3' or 'i8'; name one"),
+    (
+        {"compute": "i8", "weight": "f8e4m3"},
+        "fold_scales=True and compute='i8' multiply numbers, and 'f8e4m3' has codes that are none; use compute=",
+    ),
     ({"weight": "nf4", "group_size": None}, "multiplies u1, .*, not 'nf4'; use one of them, or fold_scales=True and g"),
     ({"weight": "nf4", "fold_scales": False}, "not 'nf4'; use one of them, or fold_scales=True and groups, or co"),
     ({"group_size": 24, "k": 768}, "needs group_size=24 to be a multiple of 16 that divides"),

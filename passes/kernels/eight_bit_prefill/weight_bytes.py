@@ -1,8 +1,8 @@
 """How codes become bytes that an engine multiplies: as they are, or scaled and rounded.
 
 Where scales of groups are folded into weights, fragments are those of the prefill kernel for f16, scaled and rounded as
-`dequantize` rounds them, and then rounded to f8e4m3. What is left for sums is the scale of the row, so the tensor core
-adds up all columns.
+`dequantize` rounds them, and then rounded to the type of products; in i8 scaled and rounded at once, where that is done
+in f16. What is left for sums is the scale of the row, so the tensor core adds up all columns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, byte_exponent
+from lowbit.dialect.formats.byte_codes import ROUNDER, SUM_COLUMNS, byte_exponent
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K32_A
 from lowbit.passes.builder import Program, Scalar, Tile
@@ -96,7 +96,8 @@ class FoldedBytes:
 
     def __init__(self, p: Program, plan: BytesPlan[PrefillSchedule], codes: Codes, scales: RoundScales) -> None:
         self.p, self.plan, self._codes, self._scales = p, plan, codes, scales
-        self._fragments = Fragments(p, plan.base, scales, of_panel=None)
+        rounder = ROUNDER if plan.spec.compute == "i8" else 0.0
+        self._fragments = Fragments(p, plan.base, scales, of_panel=None, plus=rounder)
 
     def fill_table(self) -> None:
         self._fragments.fill_table()
@@ -109,7 +110,7 @@ class FoldedBytes:
         groups = (GroupColumns(start, width, columns.group) for start in range(0, columns.width, width))
         parts = [self._fragments.of(codes, group, panel, loaded) for group in groups]
         layout = base.tiles.rows.local(1, columns.width // MMA_M16N8K32_A.shape[1]) * MMA_M16N8K32_A
-        return self.p.encode_fragments(parts, layout)
+        return self.p.encode_fragments(parts, self.plan.spec.x.operand, layout)
 
     def scale_of(self, columns: GroupColumns, registers: WeightRegisters) -> Tile | None:
         """Returns None: weights are scaled already."""

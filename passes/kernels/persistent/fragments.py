@@ -20,14 +20,20 @@ _Scale = Callable[[Tile, GroupColumns, int, WeightRegisters, Tile | None], Tile]
 
 
 class Fragments:
-    """Decodes codes in program `p`, and scales them where that is done before they are multiplied."""
+    """Decodes codes in program `p`, and scales them where that is done before they are multiplied.
 
-    def __init__(self, p: Program, plan: PersistentPlan, scales: RoundScales, of_panel: PanelScales | None) -> None:
+    plus    a number that is added to scaled weights; in x's type by the multiplication that scales, rounded once
+    """
+
+    def __init__(
+        self, p: Program, plan: PersistentPlan, scales: RoundScales, of_panel: PanelScales | None, plus: float = 0.0
+    ) -> None:
         self.p, self.plan, self.spec, self.scaling = p, plan, plan.spec, plan.scaling
         self.scales, self.of_panel, self.convert = scales, of_panel, scales.convert
         self.compute = compute_element(plan.spec.dtype, plan.spec.act)
         self.layout = plan.tiles.rows.local(1, plan.round.piece // BLOCK_K) * MMA_M16N8K16_A
         self.table: Memory | None = None
+        self._plus = plus
         self._scale: dict[Scaled, _Scale] = {
             Scaled.WEIGHTS: self._in_type_of_x,
             Scaled.WEIGHTS_IN_TWO: self._in_two,
@@ -78,7 +84,9 @@ class Fragments:
             numbers = numbers * 2.0**self.scaling.exponent
         scale = p.cast(self.scales.number("scales", registers.scales, column), self.compute)
         added = self._added(scale, column, registers)
-        if added is not None and sparse is not None:
+        if self._plus:
+            added = p.constant(self._plus, self.compute, scale.reg.layout)
+        elif added is not None and sparse is not None:
             added = p.add(sparse, added)
         elif sparse is not None:
             added = sparse
@@ -123,7 +131,8 @@ class Fragments:
             added = sparse if added is None else p.add(sparse, added)
         numbers, scale = p.cast(numbers, "f32"), self.convert.with_exponent(scale)
         scaled = p.mul(numbers, scale) if added is None else p.fma(numbers, scale, added)
-        return p.cast(scaled, self.spec.act)
+        weights = p.cast(scaled, self.spec.act)
+        return weights + self._plus if self._plus else weights
 
     def _added(self, scale: Tile, column: int, registers: WeightRegisters) -> Tile | None:
         """Returns the number added to scaled codes [rows, 1], in the scale's type: an offset, or - s * z."""

@@ -1,5 +1,5 @@
 /* Takes a power of two from the scales and offsets of every row to the scale of the row, so that scaled weights are
- * numbers of f8e4m3: the rules of lowbit's pylib/weights/folding.py, in doubles and in their order. */
+ * numbers of 8 bits: the rules of lowbit's pylib/weights/folding.py, in doubles and in their order. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,7 +7,6 @@
 #include "numbers.h"
 #include "packing.h"
 
-static const double LARGEST = 448;  /* of f8e4m3 */
 static const double LEAST_LOST = 8; /* the part of a row's largest weight that is an error to lose */
 enum { LEAST_EXPONENT = -126, MOST_EXPONENT = 127 };
 static const char *const SCALED[] = {"scales",        "offsets",       "scale_scales",
@@ -24,6 +23,7 @@ typedef struct {
     tensor_slot codes;
     bool by_codes, has_table;
     double low, high, values[256], table[256];
+    double largest; /* number of the type that weights are rounded to */
 } weight;
 
 static tensor_slot named(const lowbit_matmul *h, const char *role, const char *suffix, const lowbit_given *given,
@@ -82,11 +82,11 @@ static double largest_of(const weight *w, int64_t r, bool rounded) {
     return largest;
 }
 
-/* The least e with largest <= 448 2^e; 0 for rows of zeros, and of what is no number, which is refused later. */
+/* The least e with largest <= 2^e; 0 for rows of zeros, and of what is no number, which is refused later. */
 static int exponent_of(double largest) {
     int exponent;
     if (!(largest > 0) || isinf(largest)) return 0;
-    if (frexp(largest / LARGEST, &exponent) == 0.5) exponent--;
+    if (frexp(largest, &exponent) == 0.5) exponent--;
     return exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent > MOST_EXPONENT ? MOST_EXPONENT : exponent;
 }
 
@@ -113,6 +113,7 @@ static void read_values(const lowbit_matmul *h, const packing *p, weight *w) {
     for (json t = json_first(json_member(about, "table")); t && i < 256; t = json_next(t))
         w->table[i++] = from_bits((uint32_t)json_integer(t));
     w->has_table = i > 0, w->by_codes = json_true(json_member(h->weight, "folds_by_codes"));
+    w->largest = (double)json_integer(json_member(h->weight, "folds_to"));
     w->block_groups = json_integer(json_member(about, "block_groups"));
     w->blocks = json_integer(json_member(about, "blocks"));
 }
@@ -173,7 +174,10 @@ static int check_rounded(const lowbit_matmul *h, const folded *f, const double *
 }
 
 static int fold(const lowbit_matmul *h, weight *w, double *largest, int *exponents, folded *f) {
-    for (int64_t r = 0; r < w->n; r++) exponents[r] = exponent_of(largest[r] = largest_of(w, r, false));
+    for (int64_t r = 0; r < w->n; r++) {
+        largest[r] = largest_of(w, r, false);
+        exponents[r] = exponent_of(largest[r] / w->largest);
+    }
     for (int64_t r = 0; r < w->n; r += w->height) {
         int64_t end = r + w->height < w->n ? r + w->height : w->n;
         int most = LEAST_EXPONENT;
