@@ -31,7 +31,7 @@ def expect(ok: bool, what: str, expected: object, got: object) -> None:
 def verifier(check: Callable[[Any], None]) -> Any:
     """Turns a function that raises into the bindings' verifier hook, which reports and returns a bool.
 
-    Before it, attributes are checked: what is there must be declared. What is declared and missing is left to IRDL,
+    Before it, attributes are checked: what is there must be declared, of that kind. What is missing is left to IRDL,
     whose verifier comes next and says which it is; `check` is not asked then.
     """
 
@@ -53,8 +53,10 @@ def verifier(check: Callable[[Any], None]) -> Any:
 
 
 @lru_cache(maxsize=None)
-def _required_attributes(operation: Any) -> frozenset[str]:
-    return frozenset(field.name for field in operation._fields if isinstance(field, ext.AttributeDef))
+def _required_attributes(operation: Any) -> dict[str, Any]:
+    """Returns the kinds of the attributes that an operation must have, by their names."""
+    declared: list[Any] = [field for field in operation._fields if isinstance(field, ext.AttributeDef)]
+    return {field.name: field.constraint for field in declared}
 
 
 def _has_values(op: Any) -> bool:
@@ -73,16 +75,27 @@ def _declared_values(operation: Any) -> tuple[int | None, int | None]:
     return operands, results
 
 
-def _check_declared(op: Any, required: frozenset[str]) -> None:
+_KINDS: dict[Any, str] = {
+    ir.StringAttr: "a string",
+    ir.IntegerAttr: "an integer",
+    ir.FloatAttr: "a number",
+    ir.ArrayAttr: "a list",
+    ir.TypeAttr: "a type",
+}
+
+
+def _check_declared(op: Any, required: dict[str, Any]) -> None:
     """Every attribute must be declared in the operation's class, or be named by another dialect."""
     optional = optional_attributes(op.__class__)
     for name in op.attributes:
-        if name in optional:
-            attribute = op.attributes[name]
+        attribute = op.attributes[name]
+        if words := _KINDS.get(required.get(name)):
+            expect(isinstance(attribute, required[name]), name, words, attribute)
+        elif name in optional:
             expect(optional[name].accepts(attribute), name, optional[name].words, attribute)
         elif name not in required and name not in _SEGMENTS:
             foreign = "." in name and not name.startswith("lowbit.")
-            declared = ", ".join(sorted(required | optional.keys()))
+            declared = ", ".join(sorted(required.keys() | optional.keys()))
             expect(foreign, "attributes", f"none but {declared}" if declared else "none", name)
 
 

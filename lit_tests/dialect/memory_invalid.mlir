@@ -18,6 +18,17 @@ func.func @stage_of_a_vector(%b: !lowbit.shared<[2], f16, [1], 0>, %i: i32) {
 
 // -----
 
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[8, 64], f16, [72, 1], 0>
+func.func @kind_of_attribute(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{'lowbit.copy_async' op layout: expected a string, got unit}}
+  "lowbit.copy_async"(%x, %to, %i, %i) {layout, boundary = ["zero", "none"], limit = [],
+    operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+  return
+}
+
+// -----
+
 // Copies. The layout covers the target.
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
 !buffer = !lowbit.shared<[8, 64], f16, [72, 1], 0>
