@@ -57,7 +57,7 @@ class MatmulSpec:
                 scale per row (`lowbit.quantize_activation`); None: act
     fold_scales whether kernels for many tokens round scaled weights to the type of products, `compute`, so that sums
                 stay in the tensor core for all columns: weights of any format then. One with groups has row_scales,
-                which `pack` chooses. Those of several experts are rounded for any number of tokens
+                which `pack` chooses
     compute_from  rows of x from which on they are quantized for `compute`; a call with fewer rows multiplies in act,
                 which is faster for the few tokens of decoding. Of several experts: rows that an expert has on average
     out         type of y and of the bias; None: as act
@@ -232,8 +232,8 @@ class MatmulSpec:
         return byte_products.multiplies_codes(self.format, self.packing, self.call)
 
     def rounds_weights(self, m: int) -> bool:
-        """Whether weights that m tokens are multiplied by are rounded: those of experts always are."""
-        few = (m <= byte_codes.MOST_UNFOLDED or self.invariant) and self.multiplies_codes and self.experts == 1
+        """Whether weights that m tokens are multiplied by are rounded; of experts: m tokens of one, or a tile of m."""
+        few = (m <= byte_codes.MOST_UNFOLDED or self.invariant) and self.multiplies_codes
         return self.folds and not few
 
     def for_tokens(self, m: int) -> MatmulSpec:

@@ -39,6 +39,7 @@ def choose_for_slots(
 
     Raises SpecError for a tile that no kernel has.
     """
+    spec = spec.for_tokens(tile)
     if entry := _nearest(spec, tile, max(slots, 1), target, tables):
         return ExpertChoice(entry.schedule, "measured" if entry.key.tokens == slots else "like one measured")
     found = schedule_for_few(spec, tile, slots, target)
@@ -49,7 +50,7 @@ def choose_for_slots(
 
 def families_of_slots(spec: MatmulSpec, tile: int, target: Target) -> list[KernelFamily[Any]]:
     """Returns the families with kernels for token tiles of so many slots."""
-    of_experts = (family for family in FAMILIES.values() if family.operation in OF_EXPERTS)
+    spec, of_experts = spec.for_tokens(tile), (f for f in FAMILIES.values() if f.operation in OF_EXPERTS)
     return [family for family in of_experts if tile in family.token_tiles(spec, target)]
 
 

@@ -60,6 +60,7 @@ def schedule_for_few(spec: MatmulSpec, tile: int, slots: int, target: Target) ->
 @lru_cache(maxsize=256)
 def _schedule(spec: MatmulSpec, tile: int, hit: int, target: Target) -> KernelSchedule | None:
     """Returns the schedule for tiles of so many slots where so many experts are hit."""
+    spec = spec.for_tokens(tile)
     few = _OF_FEW_BYTES if spec.compute else _OF_FEW
     if spec.invariant:
         return few.fastest(spec, tile, hit, target, order_of(spec, target))

@@ -220,7 +220,7 @@ class Artifacts:
         """Returns choices in which every token tile has the schedule for the first of its slots from `first` on."""
         least = {rows.token_tiles[0]: max(rows.first, first) for rows in self._rows}
         chosen = {tile: self._of_slots(slots, tables) for tile, slots in least.items()}
-        kernels = {tile: request(self._spec, self._target, each.schedule) for tile, each in chosen.items()}
+        kernels = {tile: request(self._spec_for(tile), self._target, each.schedule) for tile, each in chosen.items()}
         return replace(choices, kernels=kernels, origins={tile: each.origin for tile, each in chosen.items()})
 
     def _of_slots(self, slots: int, tables: Sequence[Table]) -> ExpertChoice:
@@ -283,7 +283,7 @@ class Artifacts:
         if self._spec.experts == 1 or self._schedule:
             return self.request(self.token_tile(m))
         choice = self._of_slots(m, user_tables.trusted(self._target))
-        return request(self._spec, self._target, choice.schedule)
+        return request(self._spec_for(self.token_tile(m)), self._target, choice.schedule)
 
     def kernel_for(self, m: int) -> Artifact:
         """The kernel of this request."""

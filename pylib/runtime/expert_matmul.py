@@ -202,7 +202,7 @@ class Launches:
     def _artifact(self, schedule: KernelSchedule, tile: int) -> Artifact:
         with self._lock:
             if schedule not in self._artifacts:
-                made = request(self.spec, self._target, schedule)
+                made = request(self.spec.for_tokens(tile), self._target, schedule)
                 sizes = f"{self.spec.experts}x{self.spec.outputs}x{self.spec.k}_{tile}"
                 self._artifacts[schedule] = load(made, f"experts_{self.spec.weight}_{sizes}_{self._target.arch}")
             return self._artifacts[schedule]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.scheduling.choice import Chooser, check_token_tile
-from lowbit.passes.scheduling.expert_rule import tiles_of
+from lowbit.passes.scheduling.expert_rule import tile_for, tiles_of
 from lowbit.passes.target import Target
 from lowbit.pylib.tune import presets
 from lowbit.pylib.tune.model_shapes import Size, matmul_sizes
@@ -77,8 +78,7 @@ def with_kernels(work: Iterable[Problem], target: Target) -> list[Problem]:
     refused: list[SpecError] = []
     for problem in work:
         try:
-            _check_kernels(problem, target)
-            found.append(problem)
+            found.append(_as_computed(problem, target))
         except SpecError as error:
             refused.append(error)
     if refused and not found:
@@ -86,9 +86,11 @@ def with_kernels(work: Iterable[Problem], target: Target) -> list[Problem]:
     return found
 
 
-def _check_kernels(problem: Problem, target: Target) -> None:
-    """Raises SpecError for a token tile, or for experts, that no family has kernels for."""
-    if problem.spec.experts > 1:
-        tiles_of(problem.spec, target)
-    else:
-        Chooser(problem.spec, target).families(problem.token_tile)
+def _as_computed(problem: Problem, target: Target) -> Problem:
+    """Returns the problem; of experts whose tiles have too few slots for folded scales that without. Raises SpecError
+    for a token tile, or for experts, that no family has kernels for."""
+    spec, slots = problem.spec, problem.token_tile
+    if spec.experts > 1:
+        return replace(problem, spec=spec.for_tokens(tile_for(tiles_of(spec, target), slots, spec.experts)))
+    Chooser(spec, target).families(slots)
+    return problem

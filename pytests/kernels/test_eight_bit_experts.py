@@ -211,9 +211,10 @@ def test_numbers(choices: dict[str, Any], mma: AnySchedule, wgmma: AnySchedule, 
     assert is_close(MatmulSpec(**fields), schedule, MIXED, 7, target)
 
 
-def test_folded_weights_are_rounded_for_any_number_of_tokens() -> None:
-    spec = MatmulSpec(64, 256, "u4", 32, **FOLDED)
-    assert not spec.rounds_weights(1) and replace(spec, n=128, experts=2).rounds_weights(1)
+def test_folded_weights_are_rounded_for_many_tokens_of_an_expert() -> None:
+    spec = MatmulSpec(128, 256, "u4", 32, **FOLDED, experts=2)
+    assert not spec.rounds_weights(128) and spec.rounds_weights(129)
+    assert replace(spec, weight="nf4").rounds_weights(1)
 
 
 # -- which kernels serve
@@ -225,10 +226,11 @@ def test_every_size_of_tiles_has_a_kernel(compute: dict[str, Any]) -> None:
     there is any."""
     spec = MatmulSpec(128 * 1536, 2048, "u4", 128, **compute, experts=128)
     kinds = {tile: type(schedule_for(spec, tile, HOPPER)) for tile in tiles_of(spec, HOPPER)}
+    plain = replace(spec, fold_scales=False)
+    for tile in (tile for tile in kinds if tile <= 128):  # whose weights are not rounded
+        assert schedule_for(spec, tile, HOPPER) == schedule_for(plain, tile, HOPPER)
     few, many, streaming = EightBitExpertsMmaSchedule, EightBitExpertsSchedule, EightBitExpertsDecodeSchedule
     of_few = dict.fromkeys((8, 16, 24, 32, 48, 64), streaming)
-    if spec.folds:
-        of_few = dict.fromkeys((16, 32), few) | {64: many}
     assert kinds == of_few | dict.fromkeys((80, 96, 128, 144, 160, 192, 256), many)
     assert {type(schedule_for(spec, tile, ADA)) for tile in tiles_of(spec, ADA) if tile > 16} == {few}
 

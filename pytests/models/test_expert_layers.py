@@ -284,6 +284,7 @@ CPU_CONFIGS = {
     "differences": QuantConfig("u8", 32, zeros="int", clip="max", compute="i8"),
     "bytes": QuantConfig("u4", 32, clip="max", compute="i8"),
     "folded": QuantConfig("nf4", 16, clip="max", compute="f8e4m3", fold_scales=True),
+    "folded in i8": QuantConfig("nf4", 16, clip="max", compute="i8", fold_scales=True),
 }
 
 
@@ -894,7 +895,7 @@ def test_a_token_tile_holds_more_than_the_mean(slots: int, tile: int) -> None:
     [(20, 8), (44, 16), (168, 32), (224, 64), (300, 96), (420, 128), (720, 192), (721, 256), (9999, 256)],
 )
 def test_large_tiles_where_short_ones_are_cheaper(slots: int, tile: int) -> None:
-    folded = MatmulSpec(4 * 64, 2048, "u4", 128, compute="f8e4m3", fold_scales=True, experts=4)
+    folded = MatmulSpec(4 * 64, 2048, "nf4", 128, compute="f8e4m3", fold_scales=True, experts=4)
     tiles = tiles_of(folded, parse_target("sm_90a"))
     assert tile_for((8, *tiles), slots, experts=4) == tile
 

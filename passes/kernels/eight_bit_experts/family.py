@@ -65,7 +65,7 @@ class EightBitExperts(ExpertFamily[EightBitExpertsSchedule]):
         legality.check_schedule(spec, schedule, target)
 
     def rounding(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> dict[str, bool]:
-        return {"folded": spec.fold_scales}
+        return {"folded": spec.rounds_weights(schedule.tokens)}
 
     def build(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> ir.Module:
         from lowbit.passes.kernels.eight_bit_experts.kernel import eight_bit_experts_matmul

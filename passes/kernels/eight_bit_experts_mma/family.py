@@ -56,7 +56,7 @@ class EightBitExpertsMma(ExpertFamily[EightBitExpertsMmaSchedule]):
         legality.check_schedule(spec, schedule, target)
 
     def rounding(self, spec: MatmulSpec, schedule: EightBitExpertsMmaSchedule) -> dict[str, bool]:
-        return {"folded": spec.fold_scales}
+        return {"folded": spec.rounds_weights(schedule.tokens)}
 
     def build(self, spec: MatmulSpec, schedule: EightBitExpertsMmaSchedule) -> ir.Module:
         from lowbit.passes.kernels.eight_bit_prefill_mma.kernel import eight_bit_prefill_mma_matmul

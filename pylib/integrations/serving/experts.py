@@ -111,7 +111,7 @@ class ExpertKernels:
         for slots in range(self.top_k, self.top_k * tokens * self.sources + 1, self.top_k):
             tile = tile_for(tiles, slots, self.among or self.gate_up.experts)
             for spec, kinds in matrices:
-                in_order = kinds[spec.for_rows(slots)]
+                in_order = kinds[spec.for_rows(slots)].for_tokens(tile)
                 schedule = schedule_for_few(in_order, tile, slots, on)
                 if schedule is not None:
                     first.setdefault((in_order, schedule), (spec, tile, slots))
