@@ -35,7 +35,7 @@ from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 if TYPE_CHECKING:
     from lowbit.passes.builder import Memory, Program, Scalar, Tile
 
-CLUSTER = 8  # blocks that count many places together, where a GPU has clusters
+CLUSTER = 2  # blocks that count many places together, where a GPU has clusters
 _THREADS = 512
 _PART = 64  # places of which each is compared with all
 _PARTS = 4  # of a piece, of many places

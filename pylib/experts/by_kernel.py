@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 _PIECE = 8  # columns that a thread reads at once
-_FEW_PLACES = 4096  # which each block counts at once; more are counted by clusters
+_FEW_PLACES = 12288  # which each block counts by itself; more are counted by clusters
 _MOST_PLACES = 1 << 18
 _MOST_EXPERTS = 1024  # a thread has an eighth of them in registers
 
