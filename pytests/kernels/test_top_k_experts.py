@@ -115,7 +115,7 @@ def chosen(spec: MatmulSpec, target: Target = HOPPER) -> TopKSchedule:
 
 
 def meets(row: tuple[Any, ...]) -> Iterator[Hashable]:
-    """Yields every case, and with every target, the types of x and ids, zeros and epilogues of all parts."""
+    """Yields every case, and with every target the types of x and ids, and whether there are zeros."""
     choices, target, ids = row
     yield str(choices)
     yield from ((str(target), each) for each in (ids, choices.get("act"), bool(choices.get("zeros"))))
