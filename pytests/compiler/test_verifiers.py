@@ -57,7 +57,7 @@ PROGRAM = '''"lowbit.program"() ({
     ("program", "message"),
     [
         (DECODE, "format: expected #lowbit.format<name, table>, got unit"),
-        (PROGRAM, 'grid: expected a list of extents, got "p"'),
+        (PROGRAM, 'grid: expected a list, got "p"'),
     ],
     ids=["format", "grid"],
 )
