@@ -377,7 +377,10 @@ def test_on_a_gpu(name: str, most: float, checkpoints: Any, tmp_path: Path) -> N
 
     most: how far logits may be from those on the CPU; rounding may choose another expert
     """
-    torch._dynamo.reset()  # with CUDA graphs of other models, whose tensors torch would take for this one's
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    torch._dynamo.reset()
+    reset_cudagraph_trees()  # those of other models, whose tensors torch would take for this one's
     model = loaded(checkpoints(name), LowbitConfig(U4), device_map="cuda")
     on_cpu = logits(loaded(checkpoints(name), LowbitConfig(U4)))
     given = logits(model)
