@@ -38,7 +38,7 @@ from lowbit.passes.kernels.persistent import engine
 from lowbit.passes.kernels.persistent.expert_order import ExpertOrder
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import takes_rows_in_order
-from lowbit.passes.kernels.registry import request
+from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.kernels.streaming.work import ExpertWork, Work
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling.expert_rule import schedule_for, tiles_of
@@ -215,6 +215,10 @@ def test_folded_weights_are_rounded_for_many_tokens_of_an_expert() -> None:
     spec = MatmulSpec(128, 256, "u4", 32, **FOLDED, experts=2)
     assert not spec.rounds_weights(128) and spec.rounds_weights(129)
     assert replace(spec, weight="nf4").rounds_weights(1)
+    of_rows = replace(spec, weight="f8e4m3", group_size=None, row_scales=False)
+    for each, tokens, folded in ((spec, 96, False), (spec, 192, True), (of_rows, 96, True)):  # sums stay in any case
+        schedule = EightBitExpertsSchedule(tokens)
+        assert family_of(schedule).rounding(each, schedule) == {"folded": folded}
 
 
 # -- which kernels serve

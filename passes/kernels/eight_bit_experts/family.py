@@ -65,7 +65,7 @@ class EightBitExperts(ExpertFamily[EightBitExpertsSchedule]):
         legality.check_schedule(spec, schedule, target)
 
     def rounding(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> dict[str, bool]:
-        return {"folded": spec.rounds_weights(schedule.tokens)}
+        return {"folded": spec.for_tokens(schedule.tokens).fold_scales}
 
     def build(self, spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> ir.Module:
         from lowbit.passes.kernels.eight_bit_experts.kernel import eight_bit_experts_matmul

@@ -56,7 +56,7 @@ class EightBitExpertsMma(ExpertFamily[EightBitExpertsMmaSchedule]):
         legality.check_schedule(spec, schedule, target)
 
     def rounding(self, spec: MatmulSpec, schedule: EightBitExpertsMmaSchedule) -> dict[str, bool]:
-        return {"folded": spec.rounds_weights(schedule.tokens)}
+        return {"folded": spec.for_tokens(schedule.tokens).fold_scales}
 
     def build(self, spec: MatmulSpec, schedule: EightBitExpertsMmaSchedule) -> ir.Module:
         from lowbit.passes.kernels.eight_bit_prefill_mma.kernel import eight_bit_prefill_mma_matmul
