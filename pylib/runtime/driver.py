@@ -14,7 +14,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -209,7 +209,7 @@ class Function:
         """
         with self._lock:
             if self._workspace_bytes:
-                self._workspace = _workspace(self._device, self._workspace_bytes, stream)
+                self._workspace = self.workspace(stream)
                 values = (*values, self._workspace.data_ptr())
             self._set_arguments(*values)
             config, reference = self._overlapping if overlap else self._ordered
@@ -241,15 +241,19 @@ class Function:
         config = self._configuration(self._launch.may_overlap)
         for axis, place, divisor in self._varying:
             config[0].grid[axis] = -(-values[place] // divisor)
-        launch = PreparedLaunch(self, ArgumentBuffer(self._launch, self._order), config, self._workspace_of)
+        launch = PreparedLaunch(self, ArgumentBuffer(self._launch, self._order), config)
         launch.set(*values)
         return launch
 
     @property
-    def _workspace_of(self) -> Callable[[int], torch.Tensor] | None:
-        """Returns what finds the workspace of a launch on a stream; None for kernels without one."""
-        size = self._workspace_bytes
-        return partial(_workspace, self._device, size) if size else None
+    def has_workspace(self) -> bool:
+        """Tells whether the kernel takes memory that is shared on a stream, as its last argument."""
+        return self._workspace_bytes > 0
+
+    def workspace(self, stream: int) -> torch.Tensor:
+        """Returns this memory for a stream, whose launches share it."""
+        graph = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+        return workspace(self._device, stream, self._workspace_bytes, graph)
 
 
 class PreparedLaunch:
@@ -260,20 +264,16 @@ class PreparedLaunch:
     """
 
     def __init__(
-        self,
-        function: Function,
-        arguments: ArgumentBuffer,
-        configuration: tuple[_LaunchConfig, Any],
-        workspace: Callable[[int], torch.Tensor] | None,
+        self, function: Function, arguments: ArgumentBuffer, configuration: tuple[_LaunchConfig, Any]
     ) -> None:
         self._function, self._start, self._handle = function, function.start, function.handle
         self._arguments, self._addresses = arguments, arguments.addresses
         self._config, self._reference = configuration
-        self._workspace, self._held = workspace, torch.empty(0)
+        self._has_workspace, self._workspace = function.has_workspace, torch.empty(0)
 
     def set(self, *values: Any) -> None:
         """Writes all arguments; see above."""
-        self._arguments.set(*values, *(0,) * (self._workspace is not None))
+        self._arguments.set(*values, *(0,) * self._has_workspace)
 
     def pointer(self, place: int) -> ctypes.c_uint64:
         """Returns the argument at a place of a call, an address: write its `value`."""
@@ -281,19 +281,13 @@ class PreparedLaunch:
 
     def start(self, stream: int) -> None:
         """Starts the kernel on `stream` of the current device."""
-        if self._workspace is not None:
-            self._held = self._workspace(stream)
-            self.pointer(-1).value = self._held.data_ptr()
+        if self._has_workspace:
+            self._workspace = self._function.workspace(stream)
+            self.pointer(-1).value = self._workspace.data_ptr()
         self._config.stream = stream
         code = self._start(self._reference, self._handle, self._addresses, None)
         if code:
             self._function.start_again(self._reference, self._addresses, code)
-
-
-def _workspace(device: int, size: int, stream: int) -> torch.Tensor:
-    """Returns the memory that kernels on a stream share, of at least so many bytes."""
-    graph = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
-    return workspace(device, stream, size, graph)
 
 
 def _capture_id(stream: int) -> int:
