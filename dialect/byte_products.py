@@ -3,8 +3,6 @@ it is packed, and what a call computes. The bytes themselves are in `dialect.for
 
 from __future__ import annotations
 
-import numpy as np
-
 from lowbit.dialect.call import Call
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats import byte_codes
@@ -48,10 +46,10 @@ def check_byte_products(weight: WeightFormat, packing: Packing, call: Call) -> N
     if packing.group and not (byte_codes.fits_rounds(packing.group) or multiplies_codes(weight, packing, call)):
         rule = "a divisor of 1536 or 2048, or a multiple of 512"
         raise SpecError(f"{given} needs group_size={packing.group} to be {rule}; use one, or compute=None")
-    added = weight.zero_kind(call.act), weight.offset_kind(call.act)
-    if folded and call.compute == "i8" and not np.isfinite(weight.dtype.values()).all():
+    if folded and not _can_be_rounded(weight, call.compute):
         what = f"fold_scales=True and {given} multiply numbers, and {weight.weight!r} has codes that are none"
         raise SpecError(f"{what}; use compute='f8e4m3'")
+    added = weight.zero_kind(call.act), weight.offset_kind(call.act)
     if folded and weight.scale in ("e8m0", "e4m3") and "bf16" in added:
         what = f"fold_scales=True with scale={weight.scale!r} and zeros={weight.zeros!r}"
         raise SpecError(f"{what} needs act='f16', in which kernels read such zeros; or scale='bf16' or 'f32'")
@@ -69,7 +67,7 @@ def _check_columns(given: str, packing: Packing, least: int) -> None:
 def _misfit_of_codes(weight: WeightFormat, packing: Packing, compute: Compute) -> str:
     """Returns why codes less zeros cannot be multiplied as bytes whose products are scaled, and what to use; "" if
     they can."""
-    fold = ", or fold_scales=True and groups"
+    fold = ", or fold_scales=True and groups" if _can_be_rounded(weight, compute) else ""
     if not byte_codes.fits(weight.dtype, compute):
         fitting = ", ".join(byte_codes.fitting_names(compute))
         return f"multiplies {fitting}, not {weight.weight!r}; use one of them{fold}"
@@ -80,6 +78,11 @@ def _misfit_of_codes(weight: WeightFormat, packing: Packing, compute: Compute) -
     if packing.group and packing.group % byte_codes.SUM_COLUMNS:
         return f"needs {_rule_of_groups(packing, byte_codes.SUM_COLUMNS)}; use one{fold}"
     return ""
+
+
+def _can_be_rounded(weight: WeightFormat, compute: Compute) -> bool:
+    """Tells whether this type has all values of scaled weights, rounded: integers have no NaN."""
+    return compute != "i8" or not weight.dtype.has_nan
 
 
 def _rule_of_groups(packing: Packing, least: int) -> str:

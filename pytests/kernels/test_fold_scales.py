@@ -227,11 +227,11 @@ def test_small_sizes_to_the_last_bit(choices: dict[str, Any], schedule: Schedule
     assert torch.equal(wgmma.run(spec, schedule, problem), expected(spec, problem))
 
 
-@pytest.mark.parametrize("weight", ["u4", "i3", "f6e3m2", "f8e4m3"])
-@BOTH
+BY_MMA_SYNC = [*product(("u4", "i3", "f6e3m2"), (FOLDED, IN_I8)), ("f8e4m3", FOLDED)]
+
+
+@pytest.mark.parametrize(("weight", "folded"), BY_MMA_SYNC, ids=str)
 def test_mma_sync_to_the_last_bit(weight: str, folded: dict[str, Any]) -> None:
-    if folded is IN_I8 and weight == "f8e4m3":
-        pytest.skip("codes that are no numbers")
     spec = spec_of(weight, 1, folded)
     problem = folded_problem(spec, m=40)
     assert torch.equal(mma_sync.run(spec, mma_sync.SMALL, problem), expected(spec, problem))
@@ -473,6 +473,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"compute": "i8", "weight": "f8e4m3"},
         "fold_scales=True and compute='i8' multiply numbers, and 'f8e4m3' has codes that are none; use compute=",
     ),
+    ({"compute": "i8", "weight": "f8e5m2", "fold_scales": False}, "not 'f8e5m2'; use one of them, or compute=None"),
     ({"weight": "nf4", "group_size": None}, "multiplies u1, .*, not 'nf4'; use one of them, or fold_scales=True and g"),
     ({"weight": "nf4", "fold_scales": False}, "not 'nf4'; use one of them, or fold_scales=True and groups, or co"),
     ({"group_size": 24, "k": 768}, "needs group_size=24 to be a multiple of 16 that divides"),
