@@ -62,7 +62,7 @@ class Plan:
     m            numbers of tokens
     peers        of `benchmarks.peers.PEERS`; cuBLAS in the type of x is always measured
     group_size   columns per scale; 0: one scale per row
-    compute      types in which x is multiplied, as command lines name them: "none", "i8", "f8e4m3", or "i8+fold"
+    compute      types in which x is multiplied, as command lines name them: "none", "i8" or "i8+fold" ...
     eager        whether to time calls from Python, too
     sustained    whether to time, too, what a GPU does that never rests
     energy       numbers of tokens for which to measure what a call takes of it, too

@@ -129,7 +129,7 @@ class Stacked:
         def ready(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             return run(x, ids, weights, gate_up.tensors, down.tensors)
 
-        prepared: Run | None = None  # what it looked at would be in `kind_of_call`
+        prepared: Run | None = None  # looks at nothing, since calls of one `kind_of_call` differ in nothing it needs
         if isinstance(run, RoutedExperts):
             prepared = run.prepared(gate_up.tensors, down.tensors)
         elif isinstance(run, TopKExperts):

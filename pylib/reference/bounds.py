@@ -191,7 +191,7 @@ def _outlier_error(spec: MatmulSpec, x: Array, sparse: F64, added: F64) -> F64:
 
 def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
     """W [n, k] of tensors as `pack` takes them, as `MatmulSpec.fold_scales` allows kernels to round it: divided by the
-    scale of its row, rounded to f16 and then to `spec.compute`, and multiplied again."""
+    scale of its row, `rounded`, and multiplied again."""
     if not spec.folds:
         return dequantize(spec, **given)
     tensors = with_row_scales(spec, {name: torch.as_tensor(t) for name, t in given.items()})

@@ -63,7 +63,7 @@ class CudaQuantizer:
 
     def __call__(self, x: Tensor) -> Quantized:
         device, k = x.get_device(), self._k
-        self.function(device)
+        self.function(device)  # which finds out whether there are several devices
         if self._several_devices and torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self(x)

@@ -29,7 +29,8 @@ from lowbit.pylib.weights.packed import PackedWeight
 
 DEFEAT_L2_BYTES = 400e6
 OUTLIERS = 0.01  # density of random ones
-_MOST_SCALE = 2.0**15  # which f16 has
+_SCALES = 0.005, 0.015  # random ones are between these
+_MOST_SCALE = 2.0**15  # of folded ones: a number of f16
 REST_SECONDS, WARM_SECONDS = 0.1, 0.004
 RESTED_US = 35_000.0  # of work after a rest and the warm-up, at full clocks
 SUSTAINED_SECONDS = 0.3  # of work, before the GPU's pace is steady
@@ -133,20 +134,21 @@ def random_tensor(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str
         return torch.randint(0, codes.codes, slot.shape, dtype=torch.uint8, device=device)
     if slot.role == "bias":
         return torch.randn(slot.shape, device=device).to(TORCH[slot.storage])
-    values = (torch.rand(slot.shape, device=device) * 0.01 + 0.005) * _size_of_scales(spec, slot)
+    least, most = _SCALES
+    values = (torch.rand(slot.shape, device=device) * (most - least) + least) * _size_of_scales(spec, slot)
     if slot.storage == "e8m0":
         values = torch.exp2(torch.floor(torch.log2(values)))
     return values.to(TORCH[slot.storage]).view(stored_type(slot.storage))
 
 
 def _size_of_scales(spec: MatmulSpec, slot: TensorSlot) -> float:
-    """What makes weights as large as their type of 8 bits allows where scales are folded, as `pack` does; and the
-    scales of rows as much smaller."""
+    """Returns what scales are multiplied by. Where they are folded, weights become nearly as large as their type of 8
+    bits allows, as `pack` makes them, and scales of rows as much smaller."""
     of_codes = spec.slot("scales").code
     if not spec.folds or slot.name not in ("row_scales", "scale_scales" if of_codes else "scales"):
         return 1.0
     largest = spec.dtype.max * (integers_of(of_codes).codes if of_codes else 1)
-    size = min(0.9 * LARGEST[spec.byte_type] / largest, _MOST_SCALE) / 0.015
+    size = min(0.9 * LARGEST[spec.byte_type] / largest, _MOST_SCALE) / _SCALES[1]
     return 1 / size if slot.name == "row_scales" else size
 
 

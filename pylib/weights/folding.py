@@ -144,8 +144,8 @@ def folded(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def rounded(spec: MatmulSpec, weights: Tensor) -> Tensor:
-    """Returns numbers in f32, rounded to f16 and then to `spec.compute`: to nearest even, and to its largest number at
-    most. To i8 they are rounded once, where a code is multiplied by its scale in f16."""
+    """Returns weights in f32 with the values that they have in `spec.compute`: rounded to f16, and then to nearest
+    even; in f8e4m3 to 448 at most. In i8 they are rounded once, where a code is multiplied by its scale in f16."""
     largest = LARGEST[spec.byte_type]
     if spec.compute == "i8":
         return (weights if spec.folds_in_f16 else weights.half()).float().round()

@@ -290,7 +290,7 @@ class PackedWeight(Mapping[str, Tensor]):
 
     def folded(self) -> Tensor:
         """Returns the weight [n, k] in f32 with the numbers that a spec with `fold_scales` allows kernels to multiply:
-        those of groups are rounded to f16 and then to `compute`, before the scales of rows multiply them."""
+        those of groups are rounded (`folding.rounded`), before the scales of rows multiply them."""
         if not self.spec.folds:
             return self.dequantize()
         return gated_rows.given(self.spec, folding.folded(self.spec, self))

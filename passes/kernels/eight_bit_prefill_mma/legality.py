@@ -13,7 +13,7 @@ from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.target import Target
 
 _MOST_REGISTERS = 160  # of a thread for sums and codes, where the tensor core adds up all products
-_FOLDING = 24  # of these, for weights in f16 that are rounded to f8e4m3
+_FOLDING = 24  # of these, for weights in f16 that are rounded to 8 bits
 _MOST_PROMOTED = 128  # tokens of a tile, where products are added to sums in f32
 
 
