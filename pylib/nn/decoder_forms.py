@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.pylib.layer import reference
+from lowbit.pylib.operator.constants import constant
 
 ATTENTION = "self_attn"
 _COLUMNS = 16  # of what is tried
@@ -155,7 +155,7 @@ def is_of_its_file(module: nn.Module, layer: nn.Module) -> bool:
     return _is_of(type(module), type(layer).__module__)
 
 
-@assume_constant_result
+@constant
 def _is_of(cls: type[nn.Module], home: str) -> bool:
     found = vars(sys.modules[home]).get(cls.__name__)
     return cls.__module__ == home and isinstance(found, type) and issubclass(cls, found)
@@ -213,7 +213,7 @@ def _shift_of(norm: nn.Module) -> float | None:
     return _tried_norm(type(norm)) if norm._parameters.keys() == {"weight"} else None
 
 
-@assume_constant_result
+@constant
 def _tried_norm(cls: type[nn.Module]) -> float | None:
     """Returns what a norm of a class adds to its gain; None for one of another kind."""
     return _try_norm(cls)

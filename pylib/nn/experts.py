@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_compiling, is_exporting
+from torch.compiler import is_compiling, is_exporting
 
 from lowbit.dialect.errors import PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -37,6 +37,7 @@ from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import EXTRA_STATE
 from lowbit.pylib.nn.rotated import INPUTS, Rotation
 from lowbit.pylib.nn.stacked_experts import Run, Stacked, kind_of_call, stacked, target_of
+from lowbit.pylib.operator.constants import constant
 from lowbit.pylib.operator.expert_calls import sum_of_experts
 from lowbit.pylib.operator.tracing import is_observed
 from lowbit.pylib.runtime.batch_invariant import MODE
@@ -310,14 +311,14 @@ def _trains(x: Tensor, top_k_weights: Tensor) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
 
 
-@assume_constant_result
+@constant
 def _is_exported() -> bool:
     """Tells whether torch.export traces a call. Some versions of torch.compile take the answer for yes, if they trace
     the question."""
     return is_exporting()
 
 
-@assume_constant_result
+@constant
 def _stack_all() -> bool:
     """Stacks the weights of all experts on GPUs, while torch.compile traces one of them: those of the others are next.
 

@@ -13,13 +13,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result
 
 from lowbit.dialect.epilogue import ACTIVATIONS, Epilogue
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import interned
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import autocast
+from lowbit.pylib.operator.constants import constant
 from lowbit.pylib.operator.schema import of_sums
 from lowbit.pylib.runtime.interface import gated
 from lowbit.pylib.weights import gated_rows
@@ -88,7 +88,7 @@ class GatedLinear(LowbitLinear):
         return alternating(rows) if self.pairs else rows
 
 
-@assume_constant_result
+@constant
 def _of_sums(kernel: str) -> str:
     return of_sums(kernel)
 

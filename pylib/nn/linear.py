@@ -8,11 +8,11 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result
 
 from lowbit.dialect.errors import PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.packed_module import PackedModule, autocast
+from lowbit.pylib.operator.constants import constant
 from lowbit.pylib.operator.schema import of_residual
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.calibration import Calibration
@@ -157,7 +157,7 @@ class LowbitLinear(PackedModule, nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.spec}"
 
 
-@assume_constant_result
+@constant
 def _of_residual(kernel: str) -> str:
     return of_residual(kernel)
 

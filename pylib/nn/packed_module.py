@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
@@ -23,6 +23,7 @@ from lowbit.passes.targets import parse_target
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.nn.changes import note_change
 from lowbit.pylib.nn.dense_weight import DenseWeight, NoDense
+from lowbit.pylib.operator.constants import constant
 from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.runtime.batch_invariant import MODE, invariant_text
 from lowbit.pylib.runtime.devices import target_at
@@ -306,7 +307,7 @@ def _index(device: torch.device) -> int:
     return device.index if device.type == "cuda" else -1
 
 
-@assume_constant_result
+@constant
 def _description(spec: str, device: int, codes: Tensor) -> str:
     """Returns the matmul of a spec, given as JSON, as text: a constant to torch.compile. Notes codes that are about to
     be traced: the operator checks them when they were written to."""

@@ -14,7 +14,6 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
@@ -23,6 +22,7 @@ from lowbit.pylib.experts.routed import RoutedCall, RoutedExperts
 from lowbit.pylib.nn.changes import CHANGES, watch
 from lowbit.pylib.nn.gated_linear import Gate, GatedLinear, with_gate
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.operator.constants import constant
 from lowbit.pylib.operator.expert_schema import run_of
 from lowbit.pylib.operator.schema import describe
 from lowbit.pylib.runtime.batch_invariant import called
@@ -241,7 +241,7 @@ def _places(numbers: list[int], experts: int, device: torch.device) -> Tensor:
     return _static(places)
 
 
-@assume_constant_result  # torch.compile would trace into what looks at the GPU, and warn
+@constant  # torch.compile would trace into what looks at the GPU, and warn
 def target_of(device: torch.device) -> str | None:
     """Returns the target for experts on a device; None where nothing multiplies, such as meta."""
     if device.type == "cuda":

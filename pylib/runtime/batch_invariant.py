@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import cache
 from threading import Lock
 
-from torch.compiler import assume_constant_result
-
 from lowbit.dialect.spec import MatmulSpec, interned
+from lowbit.pylib.operator.constants import constant
 
 
 class _Mode:
@@ -65,7 +64,7 @@ def called(spec: MatmulSpec) -> MatmulSpec:
     return interned(replace(spec, invariant=True)) if MODE.on else spec
 
 
-@assume_constant_result
+@constant
 def invariant_text(spec: str) -> str:
     """Returns a spec, as JSON, with `invariant`. Raises SpecError for one that can't have it."""
     return _invariant_text(spec)

@@ -135,6 +135,34 @@ torch.save(y, {str(tmp_path / "y.pt")!r})
     assert torch.equal(torch.load(tmp_path / "y.pt"), layer(x))
 
 
+def test_layers_load_no_compiler_of_torch_and_are_known_to_it(repo: Path) -> None:
+    """What torch.compile takes for constants is marked when it is there, whichever comes first."""
+    program = """
+import sys, lowbit, torch
+from lowbit.pylib.operator.constants import constant
+lowbit.LowbitLinear, lowbit.LowbitExperts
+calls = []
+
+@constant
+def early():
+    calls.append("early")
+    return 2
+
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+
+@constant
+def late():
+    calls.append("late")
+    return 3
+
+multiply = torch.compile(lambda x: early() * late() * x, backend="eager", fullgraph=True)
+print(multiply(torch.ones(2)).tolist(), multiply(torch.ones(2)).tolist(), calls)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, cwd=repo, capture_output=True, text=True)
+    assert done.stdout == "[6.0, 6.0] [6.0, 6.0] ['early', 'late']\n"
+
+
 def test_operator_checks_its_arguments(target: str) -> None:
     x, mm, w = _make(SPEC, target)
     good = _arguments(x, mm, w)
