@@ -76,7 +76,7 @@ def _nearest(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Qu
     """Returns a weight rounded to nearest; errors of columns count by importances."""
     if grid.config.by_k_quant:
         return _in_levels(grid.config, k_quant(weight, grid, importance))
-    return _finish(grid.config, by_chunks(lambda rows: rtn.rtn(rows, grid, importance), weight, rtn.COPIES))
+    return _finish(grid.config, rtn.rtn(weight, grid, importance))
 
 
 def _by_output(weight: Tensor, grid: Grid, hessian: Tensor) -> QuantizedWeight:

@@ -80,4 +80,4 @@ def _whole(weight: Tensor, grid: Grid, hessian: Tensor, scales: Tensor) -> Codes
 
 
 def _searched(weight: Tensor, grid: Grid, hessian: Tensor, scales: Tensor) -> Codes:
-    return by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)
+    return rtn(weight, grid)

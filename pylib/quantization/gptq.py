@@ -25,9 +25,9 @@ from torch import Tensor
 from lowbit.dialect.errors import QuantizeError
 from lowbit.pylib.quantization.beams import BLOCK, Beam, settle
 from lowbit.pylib.quantization.calibration import Calibration
-from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.grid import Codes, Grid
 from lowbit.pylib.quantization.k_quants import KQuant, Pair, better_k_rows, k_candidates, k_quant
-from lowbit.pylib.quantization.rtn import COPIES, better_rows, candidates, rtn
+from lowbit.pylib.quantization.rtn import better_rows, candidates, rtn
 
 TINY = 1e-20  # the scale of groups that have the same weight everywhere, their offset
 
@@ -35,7 +35,7 @@ TINY = 1e-20  # the scale of groups that have the same weight everywhere, their 
 def gptq(weight: Tensor, grid: Grid, calibration: Calibration) -> Codes:
     """Returns the codes of a weight [rows, k]. No row has a larger output error than by rounding to nearest."""
     target, hessian = _problem(weight, grid, calibration)
-    best = by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)
+    best = rtn(weight, grid)
     order = _order(grid, hessian)
     for _, scales, zeros in candidates(target, grid, hessian):
         found = Codes(_round_columns(target, grid, scales, zeros, hessian, order), scales, zeros)

@@ -89,8 +89,8 @@ class Grid:
         return taken(self._codes, self._cells.find(x))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Returns the levels that codes stand for, in f32."""
-        return codes.float() if self.integer else taken(self._values, codes.int())
+        """Returns the levels that codes stand for, in f32: a new tensor."""
+        return codes.to(torch.float32, copy=True) if self.integer else taken(self._values, codes.int())
 
     def nearest(self, x: Tensor) -> Tensor:
         """Returns the levels nearest to x; x may be overwritten."""
@@ -125,10 +125,14 @@ class Grid:
         x = self.groups(weight) / scales[..., None] + zeros[..., None]
         return Codes(self.encode(x).flatten(1), scales, zeros)
 
-    def dequantize(self, quantized: Codes) -> Tensor:
-        """Returns the weight [rows, k] in f32."""
-        levels = self.groups(self.decode(quantized.codes))
-        return (levels - quantized.zeros[..., None]).mul_(quantized.scales[..., None]).flatten(1)
+    def dequantize(self, quantized: Codes, out: Tensor | None = None) -> Tensor:
+        """Returns the weight [rows, k] in f32; out: where to, or None."""
+        codes = quantized.codes
+        values = self.decode(codes) if out is None else out.copy_(codes if self.integer else self.decode(codes))
+        groups = self.groups(values)
+        if self.config.zeros != "none":
+            groups = groups.sub_(quantized.zeros[..., None])
+        return groups.mul_(quantized.scales[..., None]).flatten(1)
 
     def errors(self, groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         """Returns scale * (nearest level - zero) - w for weights [rows, groups, group_size]."""

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, repeat
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.passes.cpu import group_plans
-from lowbit.pylib.quantization.grid import Grid
-from lowbit.pylib.runtime.cpu_groups import CpuGroups, has_group_programs
+from lowbit.passes.cpu.group_plans import Parts, Ranges, Round
+from lowbit.pylib.quantization.grid import Grid, each_chunk
+from lowbit.pylib.runtime.cpu_groups import CpuGroups, has_group_programs, round_groups
 
 STEPS = {"mse": [0.1 * step for step in range(-10, 11)], "output": [0.2 * step for step in range(-5, 6)]}
 """The ranges of step 1, by how many levels they have more than the format; so few are as good."""
 STEPS_WITHOUT_OFFSETS = [-1.0, -0.5, 0.0, 0.5, 1.0]
 """The same, from each end of the levels: more gain less than 0.2 % of the output error."""
+SIGNED = ("f16", "bf16", "f32")  # types of scales that may be below 0
+COPIES = 4  # parts of a cache for each weight of a chunk that is rounded at once
 ROUNDS, ROUNDS_WITHOUT_OFFSETS = 4, 2  # of step 1, after the ranges
 
 
@@ -51,6 +54,31 @@ def fit_of(groups: Tensor, counted: Tensor, grid: Grid) -> Fit:
 def has_programs(weight: Tensor, grid: Grid) -> bool:
     """Tells whether programs of the CPU target serve a weight, or its groups: one of integers on a CPU."""
     return weight.device.type == "cpu" and grid.integer and has_group_programs()
+
+
+def rounds_at_once(weight: Tensor, grid: Grid) -> bool:
+    """Tells whether one program searches and rounds a weight (`group_plans.Round`): one with a searched scale of one
+    level, and an offset or no zero."""
+    config = grid.config
+    simple = config.bilevel is None and config.zeros in ("none", "offset") and config.clip in ("output", "mse")
+    return simple and config.scale_type in SIGNED and grid.group_size % 8 == 0 and has_programs(weight, grid)
+
+
+def rounded_at_once(
+    weight: Tensor, grid: Grid, search: Parts | Ranges, power: float, importance: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the codes [rows, k], scales and offsets [rows, groups] in f32 that the program finds for a weight [rows,
+    k]. Errors count by this power of the size of weights, where they do (`losses`), and by importances [k]."""
+    power = power if grid.config.clip == "output" else 0.0
+    kind = cast(Any, grid.config.scale_type)
+    plan = Round(grid.group_size, grid.least, grid.most, kind, power, importance is not None, search)
+    codes = torch.empty(weight.shape, dtype=grid.code_type)
+
+    def work(rows: slice) -> tuple[Tensor, Tensor]:
+        return round_groups(plan, weight[rows].float().contiguous(), importance, codes[rows])
+
+    scales, offsets = (torch.cat(parts) for parts in zip(*each_chunk(work, weight, COPIES)))
+    return codes, scales, offsets
 
 
 def can_be_below_zero(grid: Grid) -> bool:

@@ -26,10 +26,19 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.formats.dtypes import dtype
+from lowbit.passes.cpu.group_plans import Ranges
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Grid, each_chunk
-from lowbit.pylib.quantization.group_fit import can_be_below_zero, fit_of, quotient
-from lowbit.pylib.quantization.losses import counts, has_correlations, importance_of
+from lowbit.pylib.quantization.group_fit import (
+    can_be_below_zero,
+    fit_of,
+    quotient,
+    ranges,
+    rounded_at_once,
+    rounds,
+    rounds_at_once,
+)
+from lowbit.pylib.quantization.losses import POWER, counts, has_correlations, importance_of
 from lowbit.pylib.torch_types import TORCH
 
 REFITS = 2  # of step 4; a third gains 0.2 % of the output error
@@ -90,6 +99,10 @@ def k_quant(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> KQu
 
     importance   [k]: squared errors of a column count so much in the search; None: all columns alike
     """
+    if grid.config.zeros == "offset" and rounds_at_once(weight, grid):  # by one program, which tries the same ranges
+        search = Ranges(tuple(ranges(grid)), rounds(grid))
+        codes, *numbers = rounded_at_once(weight, grid, search, POWER, importance)
+        return KQuant(codes, Pair(*(Numbers(each, None) for each in numbers)))
     parts = each_chunk(lambda rows: _searched(weight[rows].float().contiguous(), grid, importance), weight, COPIES)
     return _combined(lambda *tensors: torch.cat(tensors), *parts)
 

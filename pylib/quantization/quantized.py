@@ -74,10 +74,14 @@ class QuantizedWeight(UnpackedWeight):
         zeros = torch.zeros_like(scales) if self.zeros is None else self._numbers("zero", self.zeros)
         offsets = None if self.offsets is None else self._numbers("offset", self.offsets)
         for rows in chunks(self.codes, 3):
-            values = grid.dequantize(Codes(self.codes[rows], scales[rows], zeros[rows]))
+            out = result[rows] if dtype is torch.float32 else None
+            values = grid.dequantize(Codes(self.codes[rows], scales[rows], zeros[rows]), out)
             if offsets is not None:
                 grid.groups(values).add_(offsets[rows, :, None])
-            result[rows] = values if self.column_scales is None else values / self.column_scales
+            if self.column_scales is not None:
+                values /= self.column_scales
+            if out is None:
+                result[rows] = values
         if self.outliers is not None:
             places = csr_rows(self.outliers), self.outliers.col_indices()
             result[places] = (result[places].float() + self.outliers.values().float()).to(dtype)

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.passes.cpu.group_plans import Errors
+from lowbit.passes.cpu.group_plans import Errors, Parts
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
-from lowbit.pylib.quantization.group_fit import has_programs
+from lowbit.pylib.quantization.group_fit import has_programs, rounded_at_once, rounds_at_once
 from lowbit.pylib.quantization.losses import (
+    POWER,
     SAFE_POWER,
     counted,
     counts,
@@ -46,11 +47,16 @@ class Range(NamedTuple):
 
 
 def rtn(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Codes:
-    """Returns the codes of a weight [rows, k] in f32, each the nearest one.
+    """Returns the codes of a weight [rows, k], each the nearest one.
 
     importance   [k]: squared errors of a column count so much in the search; None: all columns alike
     """
-    return rounded(weight, grid, search(weight, grid, importance))
+    if rounds_at_once(weight, grid):  # by one program, which tries the same ranges
+        by_size = importance is None and grid.config.clip == "output"
+        gain = _least_gain(grid, grid.k // grid.group_size) if by_size else None
+        power = SAFE_POWER if by_size else POWER
+        return Codes(*rounded_at_once(weight, grid, Parts(*_tried(grid), gain), power, importance))
+    return by_chunks(lambda rows: rounded(rows, grid, search(rows, grid, importance)), weight, COPIES)
 
 
 def rounded(weight: Tensor, grid: Grid, span: Range) -> Codes:
@@ -91,9 +97,14 @@ def _worth_it(weight: Tensor, grid: Grid, found: Range, loss: Rating, squares: R
     (new, old), (new_squares, old_squares) = (
         [each(span.scales, span.zeros) for span in spans] for each in (loss, squares)
     )
-    gain = LEAST_GAIN * grid.config.dtype.bits / found.scales.shape[1] ** 0.5
+    gain = _least_gain(grid, found.scales.shape[1])
     better = (new < (1 - gain) * old) & (new_squares <= old_squares)
     return Range(*(torch.where(better, one, other) for one, other in zip(*spans)))
+
+
+def _least_gain(grid: Grid, groups: int) -> float:
+    """Returns by which part the loss has to be less in a row of so many groups."""
+    return LEAST_GAIN * grid.config.dtype.bits / groups**0.5
 
 
 def whole(weight: Tensor, grid: Grid) -> Range:
@@ -105,15 +116,21 @@ def whole(weight: Tensor, grid: Grid) -> Range:
 def least(weight: Tensor, grid: Grid, rating: Rating) -> Range:
     """Returns the range of each group that has the least loss: parts of its own, then others near the best of these."""
     search = _Search(weight, grid, rating)
-    coarse, fine = (COARSE, FINE) if grid.config.clip == "output" else (RATIOS, ())
-    both = grid.config.clip == "output" and grid.has_a_longer_side
-    for ratio in [*coarse[1:], *(-ratio for ratio in coarse if both)]:
+    ratios, steps = _tried(grid)
+    for ratio in ratios:
         search.visit(torch.full_like(search.best.ratio, ratio))
-    for step in fine:
+    for step in steps:
         best = search.best.ratio
         search.visit(best * (1 + step))
         search.visit(best * (1 - step))
     return search.best
+
+
+def _tried(grid: Grid) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns which parts of a group's own range are tried, and by which steps the best of them is then changed."""
+    if grid.config.clip != "output":
+        return tuple(RATIOS[1:]), ()
+    return (*COARSE[1:], *(-ratio for ratio in COARSE if grid.has_a_longer_side)), FINE
 
 
 class _Search:
@@ -139,7 +156,7 @@ def candidates(weight: Tensor, grid: Grid, hessian: Tensor) -> Iterator[Codes]:
     importances, and for `clip="output"` whole ones, and those with the least output error of each group. None is best
     for all rows, as errors of groups add up in different ways."""
     importance = importance_of(hessian)
-    yield by_chunks(lambda rows: rtn(rows, grid, importance), weight, COPIES)
+    yield rtn(weight, grid, importance)
     if grid.config.clip == "output" and has_correlations(hessian):
         loss = of_output(hessian, grid)
 
@@ -152,7 +169,7 @@ def candidates(weight: Tensor, grid: Grid, hessian: Tensor) -> Iterator[Codes]:
 
 def best_rounded(weight: Tensor, grid: Grid, hessian: Tensor) -> Codes:
     """Returns a weight [rows, k] in f32, rounded to nearest; each row takes the ranges with the least output error."""
-    best = by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)
+    best = rtn(weight, grid)
     for found in candidates(weight, grid, hessian):
         best = better_rows(grid, weight, hessian, found, best)
     return best

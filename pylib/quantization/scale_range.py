@@ -32,16 +32,20 @@ def check_scales(weight: Tensor, quantized: QuantizedWeight) -> None:
     scales = quantized.second_level.get("scale_scales", quantized.scales)
     largest, least = float(scales.float().abs().max()), LEAST_SCALE[kind]
     too_large = kind == "e4m3" and largest >= _LARGEST_E4M3
-    what = f"weights of at most {float(weight.abs().max()):.2g} need scales"
     wider = "scale='bf16' or 'f32'" + ("" if level is None else " in bilevel=")
     if (largest <= _COARSE * least or too_large) and _is_lost(weight, quantized):
         limit = f"beyond {_LARGEST_E4M3:g}, the largest" if too_large else f"below {least:.2g}, the least"
         wider = f"{'row_scales=True, as NVFP4 has, or ' if kind == 'e4m3' else ''}{wider}"
-        raise QuantizeError(f"{what} {limit} of {kind}; use {wider}")
+        raise QuantizeError(f"{_of_size(weight)} {limit} of {kind}; use {wider}")
     if config.bilevel is not None and largest <= _ROUNDED * least and (excess := _excess(weight, config)) > _SHOWN:
         few = f"of a second level that are a few times {least:.2g}, the least of {kind}"
         cost = f"rounding them makes the error {excess:.2g} times as large"
-        warnings.warn(f"{what} {few}: {cost}; use {wider}", stacklevel=4)  # beyond `quantize` and torch.no_grad
+        # The caller is beyond `quantize` and torch.no_grad.
+        warnings.warn(f"{_of_size(weight)} {few}: {cost}; use {wider}", stacklevel=4)
+
+
+def _of_size(weight: Tensor) -> str:
+    return f"weights of at most {float(weight.abs().max()):.2g} need scales"
 
 
 def _excess(weight: Tensor, config: QuantConfig) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import TargetError
-from lowbit.passes.cpu.group_plans import Errors, Fit, GroupPlan, Tiles
+from lowbit.passes.cpu.group_plans import Errors, Fit, GroupPlan, Round, Tiles
 from lowbit.passes.cpu.layer_plans import LANES
 from lowbit.passes.cpu.task import ENTRY
 from lowbit.pylib.build import knobs
@@ -67,11 +67,33 @@ class CpuGroups:
         """Runs a program; `more` are the arrays of its words."""
         tiles = given.numel() // (LANES * self._size)
         words = [each.data_ptr() for each in more] + [0] * (len(plan.words) - len(more))
-        task = array("q", (0, 0, 0, tiles, 0, given.data_ptr(), result.data_ptr(), 0, 0, *words))
-        _function(plan, knobs.cpu())(task.buffer_info()[0])
+        _call(plan, tiles, given, result, None, words)
 
     def _by_group(self, tiles: Tensor) -> Tensor:
         return tiles.flatten()[: self._shape.numel()].view(self._shape)
+
+
+def round_groups(plan: Round, weight: Tensor, importance: Tensor | None, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes the codes [rows, k], a byte each, of a weight [rows, k] in f32, whose rows follow each other as theirs do.
+    Returns scales and offsets [rows, groups] in f32; offsets are 0 where the search has none.
+
+    importance   [k]: squared errors of a column count so much; None: all alike
+    """
+    rows, blocks = len(weight), weight.shape[1] // plan.size
+    count = rows * blocks
+    scales, offsets, inverse = torch.zeros(3, -(-count // LANES) * LANES)
+    scratch = weight.new_empty(2 * plan.size * LANES)
+    columns = scratch if importance is None else importance.to(weight).contiguous()
+    words = [each.data_ptr() for each in (scales, offsets, inverse, columns)]
+    _call(plan, -(-rows // LANES), weight, codes, scratch, [*words, blocks, count])
+    return scales[:count].view(rows, blocks), offsets[:count].view(rows, blocks)
+
+
+def _call(plan: GroupPlan, pieces: int, x: Tensor, y: Tensor, scratch: Tensor | None, words: Sequence[int]) -> None:
+    """Runs a program."""
+    room = 0 if scratch is None else scratch.data_ptr()
+    task = array("q", (0, 0, 0, pieces, 0, x.data_ptr(), y.data_ptr(), room, 0, *words))
+    _function(plan, knobs.cpu())(task.buffer_info()[0])
 
 
 def _filled(groups: Tensor) -> Tensor:
