@@ -19,6 +19,8 @@ PAIRS = ("u16x2", "s16x2")
 
 def elementwise(dest: Dest, function: Callable[..., Any], *sources: Array) -> Step:
     """d = function(sources): computed for every lane, kept for the active ones."""
+    if isinstance(function, np.ufunc) and all(source.dtype == dest.view.dtype for source in sources):
+        return _in_place(dest, function, *sources)
     match sources:
         case (a,):
             return lambda mask: dest.write(function(a), mask)
@@ -26,6 +28,20 @@ def elementwise(dest: Dest, function: Callable[..., Any], *sources: Array) -> St
             return lambda mask: dest.write(function(a, b), mask)
         case _:
             return lambda mask: dest.write(function(*sources), mask)
+
+
+def _in_place(dest: Dest, function: np.ufunc, *sources: Array) -> Step:
+    """The same where results have the type of d: they are written where they belong when all lanes are active."""
+    view = dest.view
+
+    def step(mask: Mask) -> None:
+        if mask is None:
+            function(*sources, out=view)
+            dest.define(mask)
+        else:
+            dest.write(function(*sources), mask)
+
+    return step
 
 
 def _integer_binary(op: Op, function: Callable[[Array, Array], Array], kinds: tuple[str, ...] = INTEGERS) -> Step:

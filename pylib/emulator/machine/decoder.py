@@ -69,14 +69,17 @@ class Dest:
             self.view[...] = value
         else:
             np.copyto(self.view, value, where=mask if self.view.ndim == 1 else mask[:, None])
-        if self.register is not None and not self.register.complete:
-            self.register.define(mask)
+        self.define(mask)
 
     def scatter(self, values: Array, lanes: Array, mask: Mask) -> None:
         if mask is None:
             self.view[...] = values
         else:
             self.view[lanes] = values
+        self.define(mask)
+
+    def define(self, mask: Mask) -> None:
+        """The threads of a mask have set the register."""
         if self.register is not None and not self.register.complete:
             self.register.define(mask)
 

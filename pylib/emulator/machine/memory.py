@@ -16,7 +16,7 @@ from bisect import bisect_right
 import numpy as np
 
 from lowbit.pylib.emulator.machine.device_races import DeviceRaces
-from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, require
+from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_outside, require, require_multiple
 from lowbit.pylib.runtime.tensor_map import TensorMap
 
 #: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
@@ -110,13 +110,15 @@ class DeviceMemory:
         if not len(address):
             return address, []
         align = align or size
-        require(address & (align - 1) == 0, lanes, f"an address that is not a multiple of {align}")
-        low, high = int(address.min()), int(address.max()) + reach
-        number = bisect_right(self.starts, low) - 1
-        if number >= 0 and high <= self.ends[number]:
-            return address - (self.starts[number] - self.offsets[number]), [number]
+        require_multiple(address, align, lanes)
+        first = int(address[0])
+        number = bisect_right(self.starts, first) - 1  # mostly that of all
+        if number >= 0:
+            within = address - self.starts[number]
+            if not any_outside(within, self.ends[number] - self.starts[number] - reach):
+                return within + self.offsets[number], [number]
         if not self.starts:
-            raise Fault(self.describe(low, size), int(lanes[0]))
+            raise Fault(self.describe(first, size), int(lanes[0]))
         index = np.searchsorted(self._starts, address, "right") - 1
         found = (index >= 0) & (address + reach <= self._ends[index])
         if not all_of(found):
@@ -141,7 +143,7 @@ class DeviceMemory:
         """`constant`: by `ld.global.nc`, whose cache does not see what this launch stores. `atomic`: a write
         follows."""
         offset, arrays = self.locate(lanes, address, size, inside=size if atomic else 1)
-        if not atomic:
+        if not atomic and (self.races or self.seen is not None):
             self.note_read(lanes, _bytes(offset, size))
         if constant and any(self.stored[i] for i in arrays):
             stored = self.written.reshape(-1, size)[offset // size]
@@ -199,7 +201,7 @@ class LocalMemory:
         self.known[:] = False
 
     def locate(self, lanes: Array, address: Array, size: int) -> Array:
-        require(address & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
+        require_multiple(address, size, lanes)
         inside = (address >= 0) & (address + size <= self.size)
         require(np.asarray(inside), lanes, f"out of bounds of {self.size} local bytes")
         return (lanes * self.size + address) // size

@@ -8,7 +8,16 @@ import numpy as np
 
 from lowbit.pylib.emulator.machine.async_proxy import AsyncProxy
 from lowbit.pylib.emulator.machine.barrier_object import SIZE, MBarrier, MBarriers
-from lowbit.pylib.emulator.machine.faults import Array, Fault, all_of, any_of, distinct, require
+from lowbit.pylib.emulator.machine.faults import (
+    Array,
+    Fault,
+    all_of,
+    any_of,
+    any_outside,
+    distinct,
+    require,
+    require_multiple,
+)
 from lowbit.pylib.emulator.machine.landings import Landings
 from lowbit.pylib.emulator.machine.races import WARPGROUP, ClusterRaceDetector, RaceDetector, bytes_of
 
@@ -78,8 +87,8 @@ class SharedMemory:
         offset = address - SHARED_BASE
         if not len(offset):
             return offset
-        require(offset & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
-        if offset.min() < 0 or offset.max() + size > len(self.data):
+        require_multiple(offset, size, lanes)
+        if any_outside(offset, len(self.data) - size):
             first = int(np.flatnonzero((offset < 0) | (offset + size > len(self.data)))[0])
             raise Fault(
                 f"out of bounds: {size} bytes at {int(address[first])} = offset {int(offset[first])} "
