@@ -61,7 +61,7 @@ def _copy(op: Op, queue: CopyQueue) -> Step:
 
     def step(mask: Mask) -> None:
         lanes = block.lanes_of(mask)
-        counts = np.broadcast_to(count, (block.lanes,))[lanes].astype(np.int64)
+        counts = block.values_of(count, lanes).astype(np.int64)
         require(counts <= size, lanes, f"cp.async with a source size above its copy size of {size}")
         if ignore is not None:
             counts = np.where(ignore()[lanes], 0, counts)

@@ -80,7 +80,7 @@ def _barrier(op: Op) -> Step:
         if threads is not None and (threads % WARP or threads <= 0):
             raise Fault(f"a barrier's thread count is a multiple of {WARP}, not {threads}")
         lanes = op.block.lanes_of(mask)
-        numbers = np.broadcast_to(number, (op.block.lanes,))[lanes]
+        numbers = op.block.values_of(number, lanes)
         require(numbers < 16, lanes, f"barrier {numbers.max()}: there are 16")
         return Arrive(mask, number.copy(), threads, kind == "sync", aligned)
 

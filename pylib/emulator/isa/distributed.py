@@ -24,7 +24,7 @@ def _mapa(op: Op) -> Step:
 
     def step(mask: Mask) -> None:
         lanes = block.lanes_of(mask)
-        address, rank = (np.broadcast_to(x, (block.lanes,))[lanes].astype(np.int64) for x in (a, b))
+        address, rank = (block.values_of(x, lanes).astype(np.int64) for x in (a, b))
         require(rank < cluster.size, lanes, f"mapa of a rank beyond the {cluster.size} blocks of the cluster")
         require(cluster.is_own(address - window), lanes, "mapa of an address that is not in the block's shared memory")
         dest.scatter(cluster.map(address - window, rank) + window, lanes, mask)

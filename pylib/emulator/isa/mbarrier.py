@@ -70,7 +70,7 @@ def _init(op: Op, init: bool) -> Step:
 
     def step(mask: Mask) -> None:
         lanes = block.lanes_of(mask)
-        counts = np.broadcast_to(count, (block.lanes,))[lanes]
+        counts = block.values_of(count, lanes)
         for some, memory, address in groups(lanes):
             lane = int(lanes[some[0]])
             if len(some) > 1:
@@ -106,7 +106,7 @@ def _arrive(op: Op) -> Step:
 
     def step(mask: Mask) -> None:
         lanes = block.lanes_of(mask)
-        counts, many = (np.broadcast_to(x, (block.lanes,))[lanes].astype(np.int64) for x in (count, expected))
+        counts, many = (block.values_of(x, lanes).astype(np.int64) for x in (count, expected))
         require((counts >= 1) & (counts <= MAX_COUNT), lanes, f"an arrival counts 1 to {MAX_COUNT}, not {counts.max()}")
         states = np.zeros(len(lanes), np.uint64)
         for some, memory, address in groups(lanes):
@@ -153,7 +153,7 @@ def _expect(op: Op) -> Step:
 
     def step(mask: Mask) -> None:
         lanes = block.lanes_of(mask)
-        many = np.broadcast_to(expected, (block.lanes,))[lanes].astype(np.int64)
+        many = block.values_of(expected, lanes).astype(np.int64)
         for some, memory, address in groups(lanes):
             with _at(int(lanes[some[0]])):
                 memory.barriers.find(address, lanes[some], memory is block.shared).expect(int(many[some].sum()))
@@ -180,7 +180,7 @@ def _wait(op: Op, hinted: bool) -> Step:
 
     def step(mask: Mask) -> Converge | None:
         lanes = block.lanes_of(mask)
-        wanted = np.broadcast_to(phase, (block.lanes,))[lanes]
+        wanted = block.values_of(phase, lanes)
         ended = np.zeros(len(lanes), np.bool_)
         for some, memory, at in groups(lanes):
             barrier, who = memory.barriers.find(at, lanes[some]), lanes[some]

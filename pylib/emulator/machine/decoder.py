@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lowbit.pylib.emulator.isa.floats import FLOATS, Float
-from lowbit.pylib.emulator.machine.faults import Array, Unsupported
+from lowbit.pylib.emulator.machine.faults import Array, Unsupported, all_of, any_of
 from lowbit.pylib.emulator.machine.machine import Block, Register
 from lowbit.pylib.emulator.machine.step_results import WARP, Mask, Outcome, Step
 from lowbit.pylib.emulator.text.ptx import (
@@ -306,10 +306,9 @@ class Op:
             active = condition()
             if mask is not None:
                 active = active & mask
-            count = np.count_nonzero(active)
-            if count == len(active):
+            if all_of(active):
                 return step(None)
-            return step(active.copy()) if count else None
+            return step(active.copy()) if any_of(active) else None
 
         return guarded
 

@@ -112,7 +112,11 @@ class Block:
         self.device.races = None
 
     def lanes_of(self, mask: Mask) -> Array:
-        return self.everyone if mask is None else np.flatnonzero(mask)
+        return self.everyone if mask is None else mask.nonzero()[0]
+
+    def values_of(self, value: Array, lanes: Array) -> Array:
+        """A value for each lane of the block, or one for all, as one for each of `lanes`."""
+        return value[lanes] if value.ndim else np.full(len(lanes), value)
 
     def members(self, lanes: Array) -> Array:
         """These lanes as a mask."""
