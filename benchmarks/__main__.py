@@ -424,7 +424,7 @@ def quality(
 ) -> None:
     """Quantizers on layers of several models, into docs/quality.md; what docs/results has is not measured again, and
     `--models` is for what is measured."""
-    from benchmarks.quality import authors
+    from benchmarks.quality import authors, roundings
     from benchmarks.quality import methods as of_methods
     from benchmarks.quality import ranges as of_ranges
     from benchmarks.quality import references as of_ggml
@@ -432,7 +432,8 @@ def quality(
 
     found = cache(lambda: list(layers(models.split(","))))
     if ranges:
-        of_ranges.SECTION.publish(lambda: of_ranges.measure(found()), of_ranges.table)
+        if any(roundings.too_large(of_ranges.SECTION.publish(lambda: of_ranges.measure(found()), of_ranges.table))):
+            roundings.SECTION.publish(lambda: roundings.measure(found()), roundings.table)
     if methods:
         of_methods.SECTION.publish(lambda: of_methods.measure(found()), of_methods.table)
     if references:

@@ -33,9 +33,7 @@ CONFIGS: Mapping[str, lowbit.QuantConfig] = {
     "u3 per 128, GPTQ": lowbit.QuantConfig("u3", 128, method="gptq"),
 }
 """What is measured, by what the table calls it."""
-WORST = 1.02  # of the whole range's error, which no layer may exceed on held-out text
-KNOWN: Mapping[str, float] = {"mxfp4": 1.03, "u6 per row": 1.03, "u3 per 128": 1.1, "u8 per 128": 1.04}
-"""Where one does, up to this: docs/quality.md says why."""
+WORST = 1.02  # of the whole range's error, which no layer may exceed on held-out text but by chance (`roundings`)
 
 
 def loss_of(layer: Layer, found: Tensor, text: str) -> float:
@@ -51,8 +49,8 @@ def measure(found: Iterable[Layer]) -> Iterator[Record]:
     """Yields a record for each layer and draw: its kurtosis, and by configuration the ratio of errors, on held-out and
     other text."""
     for layer in found:
-        ratios = {name: _ratios(layer, config) for name, config in CONFIGS.items() if _fits(layer, config)}
-        held, other = ({name: both[text] for name, both in ratios.items()} for text in (0, 1))
+        by_name = {name: ratios(layer, config) for name, config in CONFIGS.items() if _fits(layer, config)}
+        held, other = ({name: both[text] for name, both in by_name.items()} for text in (0, 1))
         yield {**layer.about, "ratios": held, "other": other}
 
 
@@ -61,7 +59,7 @@ def _fits(layer: Layer, config: lowbit.QuantConfig) -> bool:
     return config.group_size is None or layer.weight.shape[1] % config.group_size == 0
 
 
-def _ratios(layer: Layer, config: lowbit.QuantConfig) -> list[float]:
+def ratios(layer: Layer, config: lowbit.QuantConfig) -> list[float]:
     """Returns the ratio of errors on held-out and on other text."""
     weights = [
         lowbit.quantize(layer.weight, each, layer.moments["calibration"]).dequantize()

@@ -9,7 +9,7 @@ error counts
 
 with p = 1/2 as in llama.cpp's searches with an importance matrix (ggml-quants.c). Importances are mean squares of
 inputs. Without data all columns are alike; then p is 3/4 for ranges, with which no layer that was measured lost more to
-the whole range than 2 %, but for one with 3 bits (10 %), one with 8 bits (3 %) and one in mxfp4 (2.6 %). Where the
+the whole range than 2 %, but by chance ("What of a ratio is chance" in docs/quality.md). Where the
 Hessian of the inputs is known, the loss of a group is its part of the output error, with all other groups exact: what
 llm-awq clips by.
 """

@@ -32,6 +32,7 @@ from benchmarks.quality import (
     ranges,
     references,
     report,
+    roundings,
     spqr,
     spqr_plans,
     spread,
@@ -222,7 +223,7 @@ def test_the_mixes_of_llama_cpp() -> None:
 
 SECTIONS = [
     draws, eight_bit, encoder, encoder_layers, plans, plans_by_text, plans_of_models, spqr,
-    spqr_plans, references, ranges, authors, methods,
+    spqr_plans, references, ranges, roundings, authors, methods,
 ]  # fmt: skip
 
 
@@ -314,9 +315,34 @@ def test_the_default_costs_no_layer_more_than_the_whole_range() -> None:
     records = ranges.SECTION.records()
     assert sum(record["kurtosis"] > LARGE for record in records) >= 11
     assert {record["layer"].split()[0] for record in records} == set(layers.MODELS)
-    worst = {name: ranges.worst_of(name, records)[1].mean for name in ranges.CONFIGS}
-    limits = {name: ranges.KNOWN.get(name, ranges.WORST) for name in worst}
-    assert {name: ratio for name, ratio in worst.items() if ratio > limits[name]} == {}
+    by_chance = {(each["config"], each["layer"]) for each in roundings.SECTION.records()}
+    assert set(roundings.too_large(records)) == by_chance
+
+
+def test_what_the_default_costs_more_is_chance() -> None:
+    """It is less than twice the deviation over rows, and other roundings of the same layer cost less."""
+    for layer in {each["layer"] for each in roundings.SECTION.records()}:
+        found = [each for each in roundings.SECTION.records() if each["layer"] == layer]
+        assert all(each["ratio"] < 1 + 2 * each["deviation"] for each in found), layer
+        assert roundings.others(found).mean < 1, layer
+
+
+@pytest.mark.parametrize("weight", ["u3", "f4e2m1"])
+@pytest.mark.parametrize("group_size", [32, None])
+def test_other_roundings_of_a_layer(weight: Any, group_size: int | None) -> None:
+    """They differ from its own and from each other. Where a row has one scale, another order of columns is none."""
+    generator = torch.Generator().manual_seed(0)
+    x = lowbit.Calibration(128)
+    x.add(torch.randn(500, 128, generator=generator) * torch.rand(128, generator=generator))
+    drawn = torch.randn(32, 128, generator=generator) ** 3
+    layer = layers.Layer("some", "layer", drawn, dict.fromkeys(layers.TEXTS, x))
+    config = lowbit.QuantConfig(weight, group_size, scale="e8m0" if weight == "f4e2m1" else "f16")
+    as_it_is, reordered = (ranges.ratios(each, config) for each in (layer, roundings._in_other_order(layer, 0)))
+    assert (reordered == pytest.approx(as_it_is, abs=2e-4)) == (group_size is None)
+    ratio, deviation = roundings.over_rows(layer, config)
+    assert ratio == pytest.approx(as_it_is[0], abs=1e-4) and 0 < deviation < 1
+    found = roundings.of_other_roundings(layer, config)
+    assert len(found) == roundings.OTHERS and len({tuple(each) for each in [as_it_is, *found]}) >= 6
 
 
 @pytest.mark.parametrize("module", [references, ranges, authors, methods])
@@ -336,7 +362,7 @@ def test_ranges_that_are_a_little_wider() -> None:
     layer = layers.Layer("some", "layer", torch.randn(32, 128) ** 3, dict.fromkeys(layers.TEXTS, x))
     config = lowbit.QuantConfig("u3", 64)
     same, other = ranges.with_wider_ranges(layer, config, [1.0, 1.02])
-    assert same == ranges._ratios(layer, config) and other != same
+    assert same == ranges.ratios(layer, config) and other != same
 
 
 def test_a_model_that_is_not_installed_is_left_out(monkeypatch: Any, capsys: Any) -> None:
@@ -432,14 +458,14 @@ def test_tables_of_layers_of_one_kind(kurtosis: float) -> None:
 
 def test_no_model_is_loaded_for_records_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And the command says which file to remove."""
-    for name in ("results/ranges.json", "results/authors.json", "quality.md"):
+    for name in ("results/ranges.json", "results/roundings.json", "results/authors.json", "quality.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copyfile(section_module.DOCS / name, tmp_path / name)
     monkeypatch.setattr("benchmarks.quality.section.DOCS", tmp_path)
     monkeypatch.setattr("benchmarks.quality.layers.MODELS", {})
     done = CliRunner().invoke(app, ["quality", "--ranges", "--references", "--models", "mpnet"])
     assert done.exit_code == 0, done.output
-    for name in ("ranges", "authors"):
+    for name in ("ranges", "roundings", "authors"):
         assert f"{tmp_path / 'results' / name}.json has records, of which the table is made; remove it" in done.stderr
     ranges.SECTION.file.unlink()
     done = CliRunner().invoke(app, ["quality", "--ranges", "--models", "mpnet"])

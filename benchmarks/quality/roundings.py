@@ -1,0 +1,103 @@
+"""Where the default search for ranges seems to cost a layer more than it may: how much of that is chance.
+
+The output error of a layer is a sum over its rows, of which each is rounded by itself. So a ratio of two such errors
+has a deviation over rows (rows are drawn anew, with replacement: the bootstrap); where most of what the inputs are
+is one direction, or few rows have large weights, it is large. And the ratio is taken again for other roundings of the
+same layer: with its columns in other orders, so that others share a scale; with ranges that are a little wider, where
+a row has one scale; and of the weight times a factor, where scales are powers of two.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import lowbit
+from benchmarks.quality import ranges
+from benchmarks.quality.layers import Layer
+from benchmarks.quality.section import Record, Section
+from benchmarks.quality.spread import Spread
+from benchmarks.tables import markdown
+from lowbit.pylib.quantization.calibration import output_errors
+
+SECTION = Section("roundings", "roundings")
+OTHERS = 7  # other roundings of a layer
+RESAMPLES = 1000  # of its rows
+
+
+@torch.no_grad()
+def measure(found: Iterable[Layer]) -> Iterator[Record]:
+    """Yields a record for each configuration and draw of a layer whose ratio in the table of ranges is too large."""
+    above = list(too_large(ranges.SECTION.records()))
+    for layer in found:
+        for name in (name for name, label in above if label == layer.label):
+            config = ranges.CONFIGS[name]
+            ratio, deviation = over_rows(layer, config)
+            others = [round(held, 4) for held, _ in of_other_roundings(layer, config)]
+            measured = {"ratio": round(ratio, 4), "deviation": round(deviation, 4), "others": others}
+            yield {**layer.about, "config": name, **measured}
+
+
+def too_large(records: list[Record]) -> Iterator[tuple[str, str]]:
+    """Yields each configuration and layer in whose records of `ranges` the mean ratio on held-out text is above what no
+    layer may exceed."""
+    for name in ranges.CONFIGS:
+        by_layer: dict[str, list[float]] = {}
+        for each in records:
+            if name in each["ratios"]:
+                by_layer.setdefault(each["layer"], []).append(each["ratios"][name])
+        yield from ((name, layer) for layer, found in by_layer.items() if statistics.fmean(found) > ranges.WORST)
+
+
+def over_rows(layer: Layer, config: lowbit.QuantConfig) -> tuple[float, float]:
+    """Returns the ratio of errors on held-out text, and its standard deviation over choices of rows."""
+    searched, whole = (_errors(layer, each) for each in (config, replace(config, clip="max")))
+    drawn = torch.randint(len(whole), (RESAMPLES, len(whole)), generator=torch.Generator().manual_seed(0))
+    return float(searched.sum() / whole.sum()), float((searched[drawn].sum(1) / whole[drawn].sum(1)).std())
+
+
+def _errors(layer: Layer, config: lowbit.QuantConfig) -> Tensor:
+    """Returns the squared output error of each row [n] on held-out text."""
+    found = lowbit.quantize(layer.weight, config, layer.moments["calibration"]).dequantize()
+    return output_errors((found - layer.weight).double(), layer.moments["held out"].hessian.double())
+
+
+def of_other_roundings(layer: Layer, config: lowbit.QuantConfig) -> list[list[float]]:
+    """Returns the ratios of errors on held-out and on other text for OTHERS other roundings."""
+    if config.scale == "e8m0":
+        factors = [2 ** (i / (OTHERS + 1)) for i in range(1, OTHERS + 1)]
+        return [ranges.ratios(replace(layer, weight=layer.weight * factor), config) for factor in factors]
+    if config.group_size is None:
+        return ranges.with_wider_ranges(layer, config, [1 + 0.005 * i for i in range(1, OTHERS + 1)])
+    return [ranges.ratios(_in_other_order(layer, seed), config) for seed in range(OTHERS)]
+
+
+def _in_other_order(layer: Layer, seed: int) -> Layer:
+    """Returns a layer with its columns in a random order."""
+    order = torch.randperm(layer.weight.shape[1], generator=torch.Generator().manual_seed(seed))
+    hessians = {text: each.hessian[order][:, order] for text, each in layer.moments.items()}
+    moments = {text: lowbit.Calibration.from_hessian(each) for text, each in hessians.items()}
+    return replace(layer, weight=layer.weight[:, order].contiguous(), moments=moments)
+
+
+def others(records: Iterable[Record]) -> Spread:
+    """Returns the ratio for other roundings, over these and over draws."""
+    return Spread.of([ratio for each in records for ratio in each["others"]])
+
+
+def table(records: list[Record]) -> str:
+    """Returns the page's table."""
+    pairs: dict[tuple[str, str], list[Record]] = {}
+    for each in records:
+        pairs.setdefault((each["layer"], each["config"]), []).append(each)
+    head = ["layer", "format", "ratio", "± over rows", "for other roundings"]
+    return markdown(head, [_row(*pair, found) for pair, found in pairs.items()])
+
+
+def _row(layer: str, config: str, found: list[Record]) -> list[str]:
+    ratio, deviation = (statistics.fmean(each[key] for each in found) for key in ("ratio", "deviation"))
+    return [layer, config, f"{ratio:.3f}", f"{deviation:.3f}", f"{others(found):.3f}"]
