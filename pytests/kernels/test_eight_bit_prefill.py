@@ -21,6 +21,7 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight_format import Zeros
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill import codes, plan, product_sums, weight_bytes
@@ -182,9 +183,31 @@ def test_products_cover_every_column(compute: Compute, panel_k: int, group: int)
     size = step // groups
     assert all(some.group == start // size == (start + some.width - 1) // size for start, some in found)
     assert max(some.width for _, some in found) <= (panel_k if compute == "i8" else 128)
-    assert made.base.round.pieces % made.held.pieces == 0 and groups % made.held.groups == 0
+    held = made.held.of(made.base.tensors.every["scales"])
+    assert made.base.round.pieces % made.held.pieces == 0 and groups % held == 0
     of_panels = [{some.group for some in made.products.of_panel(panel)} for panel in range(panels)]
-    assert made.held.groups >= max(map(len, of_panels))
+    assert held >= max(map(len, of_panels))
+
+
+@pytest.mark.parametrize(
+    ("group", "zeros", "folds", "scales", "of_zeros"),
+    [  # of 4, 8 or 16 in a round of 512 columns, of which a panel needs a fourth
+        (128, "int", True, 4, 4),
+        (64, "int", True, 8, 8),
+        (32, "int", True, 8, 8),
+        (32, "float", True, 4, 4),  # which take registers that numbers ahead would take
+        (128, "none", True, 4, 0),
+        (128, "int", False, 1, 4),  # scales are for sums, behind products
+    ],
+)
+def test_numbers_that_bytes_are_made_with_come_early(
+    group: int, zeros: Zeros, folds: bool, scales: int, of_zeros: int
+) -> None:
+    spec = MatmulSpec(8192, 8192, "u4", group, zeros=zeros, compute="i8", fold_scales=folds)
+    made = bytes_plan(spec, Schedule(256, num_stages=4, cluster=2, parts=1 if folds else 4), WGMMA)
+    assert made.base.round.step == 512
+    held = {name: made.held.of(tensor) for name, tensor in made.base.tensors.every.items()}
+    assert held == {"scales": scales, **({"zeros": of_zeros} if of_zeros else {})}
 
 
 @pytest.mark.parametrize(

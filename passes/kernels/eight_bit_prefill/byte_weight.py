@@ -43,11 +43,11 @@ class ByteWeight:
         held, loaded = self.plan.held, self.scales.loaded
         codes = self.codes.begin((row_tile, index))
         scales = {
-            name: [self.scales.at(name, row_tile, index, i).load() for i in range(held.of(tensor.count))]
+            name: [self.scales.at(name, row_tile, index, i).load() for i in range(held.of(tensor))]
             for name, tensor in loaded.items()
         }
         for name, tensor in loaded.items():
-            for i in range(held.of(tensor.count), tensor.count):
+            for i in range(held.of(tensor), tensor.count):
                 self.scales.at(name, row_tile, index, i).prefetch()
         self.registers = WeightRegisters(codes, scales)
         self.scales.fill_table()
@@ -76,12 +76,14 @@ class ByteWeight:
 
     def _load_later_number(self, registers: WeightRegisters, name: str, i: int, here: Round, coming: Round) -> None:
         """The same for number i of a tensor that has several in a round."""
-        count = self.scales.loaded[name].count
-        if count == 1:
+        tensor = self.scales.loaded[name]
+        if tensor.count == 1:
             return
-        place, number, round_ = turn(i, self.plan.held.of(count), count, here, coming)
+        held = self.plan.held.of(tensor)
+        place, number, round_ = turn(i, held, tensor.count, here, coming)
         registers.scales[name][place] = self.scales.at(name, *round_, number).load()
-        self.scales.at(name, *coming, i).prefetch()
+        if held < tensor.count:  # else it has been loaded
+            self.scales.at(name, *coming, i).prefetch()
 
     def scaled(self, total: Tile, row_tile: Scalar, sums_of_x: Tile | None) -> Tile:
         """Returns the sums of a chain in f32, times the scales of rows, if these have one for all columns. Sums of x

@@ -6,21 +6,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from lowbit.dialect.formats.byte_codes import PROMOTED, has_signs
 from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.persistent.engine import Engine
+from lowbit.passes.kernels.eight_bit_prefill.registers import registers
+from lowbit.passes.kernels.persistent.engine import WGMMA, Engine
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
+from lowbit.passes.kernels.scales.round_tensors import RoundTensor
 
 S = TypeVar("S", bound=PrefillSchedule)
 S_co = TypeVar("S_co", bound=PrefillSchedule, covariant=True)
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
 _CODE_STAGES = (4, 3, 2)  # pieces of codes in shared memory, as many as there is room for
+_AHEAD = (8, 4, 2)  # numbers that are loaded ahead, where a thread needs no more than so many registers with them:
+_MOST_AHEAD = 232
 _SHARED = 227 * 1024  # bytes that a block of sm_90a has
 
 
@@ -66,10 +70,15 @@ class Products:
 
 @dataclass(frozen=True)
 class Held:
-    """What registers and shared memory hold of codes and scales at a time: those of a round take turns."""
+    """What registers and shared memory hold of codes and scales at a time: those of a round take turns.
+
+    ahead   numbers of a row that are in registers where bytes are made with them, if a panel needs fewer: they come
+            from the L2 cache, which takes about as long as a panel
+    """
 
     base: PersistentPlan
     products: Products
+    ahead: int = 1
 
     @property
     def early(self) -> bool:
@@ -108,19 +117,24 @@ class Held:
         of_piece, room = ROWS_OF_TILE * piece * base.spec.packing.bits // 8, _SHARED - base.shared_bytes
         return next((n for n in _CODE_STAGES if pieces % n == 0 and n * of_piece <= room), 0)
 
-    @property
-    def groups(self) -> int:
-        """Groups whose scales are in registers at a time."""
-        return self.of(max(1, self.base.scaling.groups))
+    def of(self, tensor: RoundTensor) -> int:
+        """Returns how many of the numbers of a row in a round are in registers at a time. They divide the round's, so
+        that a number has the same place in every round."""
+        least = self.least(tensor.count)
+        most = max(least, self.ahead) if self._makes_bytes(tensor) else least
+        return next(held for held in range(most, 0, -1) if tensor.count % held == 0)
 
-    def of(self, count: int) -> int:
-        """Returns how many of `count` numbers of a row in a round are in registers at a time: those of the pieces, and
-        all of a panel. They divide the round's, so that a number has the same place in every round."""
+    def least(self, count: int) -> int:
+        """Returns the fewest that can be, of `count` in a round: those of the pieces, and all of a panel."""
         step, width, pieces = self.base.round.step, self.base.schedule.panel_k, self.base.round.pieces
         columns = step // count
         of_panels = ((first + width - 1) // columns - first // columns + 1 for first in range(0, step, width))
         least = max(count * self.pieces // pieces, *of_panels)
         return next(held for held in range(least, count + 1) if count % held == 0)
+
+    def _makes_bytes(self, tensor: RoundTensor) -> bool:
+        """Tells whether bytes are made with these numbers, so that products wait for them."""
+        return self.base.spec.folds or (tensor.slot.name == "zeros" and not self.base.scaling.sums_x)
 
 
 @dataclass(frozen=True)
@@ -129,10 +143,12 @@ class BytesPlan(Generic[S_co]):
 
     base      what it shares with those that multiply numbers of x's type
     schedule  that of the base
+    ahead     see `Held`
     """
 
     base: PersistentPlan
     schedule: S_co
+    ahead: int = 1
 
     @property
     def spec(self) -> MatmulSpec:
@@ -144,7 +160,7 @@ class BytesPlan(Generic[S_co]):
 
     @cached_property
     def held(self) -> Held:
-        return Held(self.base, self.products)
+        return Held(self.base, self.products, self.ahead)
 
     @property
     def subtracts(self) -> bool:
@@ -171,9 +187,14 @@ class BytesPlan(Generic[S_co]):
     def in_f16(self) -> BytesPlan[S_co]:
         """The plan of weights that are scaled in f16, whatever the type of x was before it got 8 bits."""
         spec = replace(self.spec, act="f16", out=self.spec.out_dtype)
-        return BytesPlan(replace(self.base, spec=spec), self.schedule)
+        return replace(self, base=replace(self.base, spec=spec))
 
 
 def bytes_plan(spec: MatmulSpec, schedule: S, engine: Engine) -> BytesPlan[S]:
-    """Returns the plan of a spec and a schedule."""
-    return BytesPlan(PersistentPlan(spec, schedule, engine), schedule)
+    """Returns the plan of a spec and a schedule, in which wgmma has numbers as far ahead as there are registers for."""
+    plan = BytesPlan(PersistentPlan(spec, schedule, engine), schedule)
+    has_turns = plan.base.round.divides_groups and (spec.folds or spec.zeros == "int")
+    if engine != WGMMA or schedule.order or not has_turns:
+        return plan
+    plans = (replace(plan, ahead=ahead) for ahead in _AHEAD)
+    return next((some for some in plans if registers(cast(Any, some)) <= _MOST_AHEAD), plan)

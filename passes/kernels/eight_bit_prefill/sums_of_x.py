@@ -95,7 +95,7 @@ class Offsets:
 
     def of_product(self, columns: GroupColumns, registers: WeightRegisters) -> Tile:
         """Returns those of the group of a product."""
-        return self._made_of(lambda name: registers.scales[name][columns.group % self.plan.held.groups])
+        return self._made_of(lambda name: registers.of_group(name, columns.group))
 
     def of_rows(self, row_tile: Scalar) -> Tile:
         """Returns those of rows that have one scale."""

@@ -70,15 +70,14 @@ class PlainBytes:
         if spec.compute == "i8" and not plan.has_signs:
             element = "ui8"
         if spec.zeros == "int" and plan.subtracts:
-            loaded = registers.scales["zeros"][columns.group % plan.held.groups]
-            zeros = [p.reshape(loaded, self._scales.row_layout.shape)]
+            zeros = [p.reshape(registers.of_group("zeros", columns.group), self._scales.row_layout.shape)]
         decoded = p.decode_bytes(codes, element, self._layout, zeros, plan.offset)
         return p.slice(decoded, 1, first + columns.start, columns.width)
 
     def scale_of(self, columns: GroupColumns, registers: WeightRegisters) -> Tile | None:
         if not self.plan.base.scaling.groups:
             return None
-        return self._as_scale(registers.scales["scales"][columns.group % self.plan.held.groups])
+        return self._as_scale(registers.of_group("scales", columns.group))
 
     def row_scale(self, row_tile: Scalar) -> Tile | None:
         if self.plan.base.scaling.groups:

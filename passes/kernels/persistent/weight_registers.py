@@ -16,6 +16,11 @@ class WeightRegisters:
     outliers: list[Tile] = field(default_factory=list[Tile])
     coming: dict[str, Tile] = field(default_factory=dict[str, Tile])  # of the next round, where a round has one number
 
+    def of_group(self, name: str, number: int) -> Tile:
+        """Returns the number of a group of the round, where groups take turns."""
+        held = self.scales[name]
+        return held[number % len(held)]
+
     def flat(self) -> list[Tile]:
         """All tiles, as a loop carries them."""
         return [*self.codes, *(tile for tiles in self.scales.values() for tile in tiles), *self.outliers]
