@@ -17,8 +17,8 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.streaming.scaling import Scaling
 from lowbit.passes.kernels.streaming.steps import Steps
 
-_MOST_WITH_SUMS_OF_BYTES = 16
-"""Tokens up to which sums of x take fewer instructions than to subtract zeros from codes."""
+_MOST_WITH_SUMS_OF_BYTES = 8
+"""Tokens up to which sums of x make up for zeros. With more, zeros are subtracted from codes."""
 _MINUS = {"i8": 2, "f8e4m3": 3}
 """Instructions that subtract zeros from four codes."""
 

@@ -4,7 +4,7 @@ The idea. The packed weight stays as it is, and a register of an 8-bit fragment 
 of a 16-bit one: for four bits, one mask. The activation has been written in the column order that this gives
 (`dialect.formats.byte_codes`), so it is copied and read as it lies in memory.
 
-    a = bytes of the step's codes      less their zeros, or offset, from 17 tokens on
+    a = bytes of the step's codes      less their zeros, or offset, from 9 tokens on
     for group in step:
         p   = a x^T                at most 128 columns from zero: f8e4m3 in f32, i8 in i32
         p   = p - zero * (sums of x)    where these are not subtracted from codes
