@@ -23,8 +23,8 @@ S_co = TypeVar("S_co", bound=PrefillSchedule, covariant=True)
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
 _CODE_STAGES = (4, 3, 2)  # pieces of codes in shared memory, as many as there is room for
-_AHEAD = (8, 4, 2)  # numbers that are loaded ahead, where a thread needs no more than so many registers with them:
-_MOST_AHEAD = 232
+_AHEAD, _MOST_AHEAD = (8, 4, 2), 232
+"""Numbers that are loaded ahead, and the registers that a thread may need with them."""
 _SHARED = 227 * 1024  # bytes that a block of sm_90a has
 
 
