@@ -253,7 +253,10 @@ def experts(
 def vllm(
     model: Annotated[str, typer.Argument(help="A model that `lowbit bench-model` knows.")] = "llama-3.1-8b",
     weights: Annotated[
-        str, typer.Option("--weight", "-w", help="bf16, fp8, gptq, gptq+humming; formats of lowbit: u4, u4:f8e4m3 ...")
+        str,
+        typer.Option(
+            "--weight", "-w", help="bf16, fp8, gptq, gptq+humming, gptq+lowbit; formats of lowbit: u4, u4:f8e4m3 ..."
+        ),
     ] = "bf16,gptq,fp8,u4,u4:f8e4m3",
     group_size: GroupSize = 128,
     layers: Annotated[int | None, typer.Option(help="Keep so many layers.")] = None,

@@ -16,7 +16,12 @@ from benchmarks.serving.run import PEERS, read
 from benchmarks.tables import markdown
 
 BEGIN, END = "<!-- vllm: begin -->", "<!-- vllm: end -->"
-NAMES = {"fp8": "fp8 (dynamic)", "gptq": "GPTQ, 4 bits", "gptq+humming": "GPTQ, 4 bits, humming"}
+NAMES = {
+    "fp8": "fp8 (dynamic)",
+    "gptq": "GPTQ, 4 bits",
+    "gptq+humming": "GPTQ, 4 bits, humming",
+    "gptq+lowbit": "GPTQ, 4 bits, lowbit",
+}
 COLOURS = {"bf16": "#3C3C3C", "fp8": "#56B4E9", "gptq": "#D55E00", "gptq+humming": "#E69F00"}
 OURS = ("#0072B2", "#6A51A3", "#009E73", "#CC79A7", "#004B76")
 

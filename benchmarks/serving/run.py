@@ -46,8 +46,9 @@ PEERS: dict[str, tuple[str | None, Record]] = {
     "fp8": (None, {"quantization": "fp8"}),
     "gptq": (GPTQ, {}),
     "gptq+humming": (GPTQ, {"linear_backend": "humming", "moe_backend": "humming"}),
+    "gptq+lowbit": (GPTQ, {"quantization": "lowbit"}),
 }
-"""What vLLM has itself: the weights of the folder, and settings of the engine."""
+"""What others have written: the weights of the folder, and settings of the engine."""
 
 
 @dataclass(frozen=True)

@@ -427,6 +427,12 @@ def test_a_mixture_is_routed_at_random(made: Any, tmp_path: Path, monkeypatch: p
     assert starts[0][1].folder.name == "qwen3-30b-a3b-2-layers-gptq"
 
 
+def test_lowbit_is_measured_with_the_weights_of_others(tmp_path: Path) -> None:
+    theirs, ours = (Job("llama-3.1-8b", 2, name).start(tmp_path, False) for name in ("gptq", "gptq+lowbit"))
+    assert theirs.folder == ours.folder and theirs.caches != ours.caches
+    assert not theirs.settings and ours.settings == {"quantization": "lowbit"}
+
+
 def test_vllm_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "find_spec", lambda _: None)
     with pytest.raises(SpecError, match="pip install vllm"):
