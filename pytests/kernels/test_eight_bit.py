@@ -129,7 +129,7 @@ def test_schedules_to_the_last_bit(schedule: EightBitSchedule, compute: Compute)
 
 
 DIFFERENCES = [
-    EightBitSchedule(32, 1, 4, 1, 256, 2, wgmma=True),
+    EightBitSchedule(16, 1, 4, 1, 256, 2, wgmma=True),
     EightBitSchedule(64, 2, 4, 1, 128, 2, wgmma=True),
     EightBitSchedule(32, 1, 2, 2, 128, 2),
 ]
@@ -145,7 +145,7 @@ OF_FORMATS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize("schedule", DIFFERENCES, ids=lambda s: f"{s.tokens}-{s.row_blocks}x{s.warps_n}x{s.warps_k}")
 @pytest.mark.parametrize("fields", OF_FORMATS, ids=lambda fields: str(list(fields.values())))
-def test_zeros_are_subtracted_from_codes_for_more_than_sixteen_tokens(
+def test_zeros_are_subtracted_from_codes_for_more_than_eight_tokens(
     fields: dict[str, Any], schedule: EightBitSchedule, compute: Compute
 ) -> None:
     spec = lowbit.MatmulSpec(72, 768, **fields, compute=compute, out="f32")
@@ -170,7 +170,7 @@ def test_zeros_are_subtracted_from_codes_for_more_than_sixteen_tokens(
 def test_which_sums_of_x_are_read(fields: dict[str, Any], reads: bool) -> None:
     """By tiles of many tokens; those of a few read them wherever something is to be made up for."""
     spec = lowbit.MatmulSpec(64, 512, **{"group_size": 128} | fields)
-    few, many = (KernelPlan(spec, EightBitSchedule(tokens, 1, 4, 1, 128, 2)) for tokens in (16, 32))
+    few, many = (KernelPlan(spec, EightBitSchedule(tokens, 1, 4, 1, 128, 2)) for tokens in (8, 16))
     assert (few.x.reads_sums, many.x.reads_sums) == (spec.zeros == "int", reads)
 
 

@@ -33,6 +33,7 @@ _OF_CODES: tuple[Extra[_Plan], ...] = (
     (8, "zeros, of such a block", lambda p: p.schedule.cluster == 1 and p.spec.zeros == "int"),
     (8, "integers that become f32, where blocks share x", lambda p: p.schedule.cluster > 1 and _becomes_f32(p)),
     (3, "the other block, where they share x", lambda p: p.schedule.cluster > 1 and not _becomes_f32(p)),
+    (11, "zeros ahead, with integers that become f32", lambda p: p.ahead > 1 and _becomes_f32(p)),
     (25, "codes of 8 bits in integers that become f32", lambda p: _becomes_f32(p) and p.spec.dtype.bits == 8),
     (2, "long floats in groups", lambda p: p.base.scaling.groups > 0 and _has_long_floats(p)),
     (9, "scales of e4m3, many at a time", lambda p: p.spec.scale == "e4m3" and _held_scales(p) >= 16),
