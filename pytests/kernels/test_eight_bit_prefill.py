@@ -27,6 +27,7 @@ from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill import codes, plan, product_sums, weight_bytes
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
+from lowbit.passes.kernels.eight_bit_prefill.registers import with_numbers_ahead
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
@@ -204,7 +205,8 @@ def test_numbers_that_bytes_are_made_with_come_early(
     group: int, zeros: Zeros, folds: bool, scales: int, of_zeros: int
 ) -> None:
     spec = MatmulSpec(8192, 8192, "u4", group, zeros=zeros, compute="i8", fold_scales=folds)
-    made = bytes_plan(spec, Schedule(256, num_stages=4, cluster=2, parts=1 if folds else 4), WGMMA)
+    schedule = Schedule(256, num_stages=4, cluster=2, parts=1 if folds else 4)
+    made = with_numbers_ahead(bytes_plan(spec, schedule, WGMMA))
     assert made.base.round.step == 512
     held = {name: made.held.of(tensor) for name, tensor in made.base.tensors.every.items()}
     assert held == {"scales": scales, **({"zeros": of_zeros} if of_zeros else {})}

@@ -12,6 +12,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_experts.schedule import EightBitExpertsSchedule
 from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
 from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
+from lowbit.passes.kernels.eight_bit_prefill.registers import with_numbers_ahead
 from lowbit.passes.kernels.eight_bit_prefill.wgmma import ByteWgmmaMultiplier
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.kernel import Kernel, Parts
@@ -22,7 +23,7 @@ from lowbit.passes.kernels.persistent.stores import StagedStore
 
 def eight_bit_experts_matmul(spec: MatmulSpec, schedule: EightBitExpertsSchedule) -> ir.Module:
     """The tile program of a matmul of experts and activations of 8 bits, in a module of its own."""
-    plan, banks = bytes_plan(spec, schedule, WGMMA), schedule.banks
+    plan, banks = with_numbers_ahead(bytes_plan(spec, schedule, WGMMA)), schedule.banks
     parts = Parts(
         panels=ListedPanels if schedule.gather else BoxPanels,
         store=StagedStore,

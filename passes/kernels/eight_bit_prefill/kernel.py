@@ -34,6 +34,7 @@ from lowbit.dialect.bindings import ir
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
 from lowbit.passes.kernels.eight_bit_prefill.plan import bytes_plan
+from lowbit.passes.kernels.eight_bit_prefill.registers import with_numbers_ahead
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.eight_bit_prefill.wgmma import ByteWgmmaMultiplier
 from lowbit.passes.kernels.persistent.engine import WGMMA
@@ -44,7 +45,7 @@ from lowbit.passes.kernels.persistent.stores import StagedStore
 
 def eight_bit_prefill_matmul(spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> ir.Module:
     """The tile program of a matmul of activations of 8 bits, in a module of its own."""
-    plan, banks = bytes_plan(spec, schedule, WGMMA), schedule.banks
+    plan, banks = with_numbers_ahead(bytes_plan(spec, schedule, WGMMA)), schedule.banks
     parts = Parts(
         panels=BoxPanels,
         store=StagedStore,

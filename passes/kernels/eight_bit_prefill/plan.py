@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from lowbit.dialect.formats.byte_codes import PROMOTED, has_signs
 from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.eight_bit_prefill.registers import registers
-from lowbit.passes.kernels.persistent.engine import WGMMA, Engine
+from lowbit.passes.kernels.persistent.engine import Engine
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
@@ -23,8 +22,6 @@ S_co = TypeVar("S_co", bound=PrefillSchedule, covariant=True)
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
 _CODE_STAGES = (4, 3, 2)  # pieces of codes in shared memory, as many as there is room for
-_AHEAD, _MOST_AHEAD = (8, 4, 2), 232
-"""Numbers that are loaded ahead, and the registers that a thread may need with them."""
 _SHARED = 227 * 1024  # bytes that a block of sm_90a has
 
 
@@ -143,7 +140,7 @@ class BytesPlan(Generic[S_co]):
 
     base      what it shares with those that multiply numbers of x's type
     schedule  that of the base
-    ahead     see `Held`
+    ahead     see `Held`; a kernel has more by `registers.with_numbers_ahead`
     """
 
     base: PersistentPlan
@@ -191,10 +188,5 @@ class BytesPlan(Generic[S_co]):
 
 
 def bytes_plan(spec: MatmulSpec, schedule: S, engine: Engine) -> BytesPlan[S]:
-    """Returns the plan of a spec and a schedule, in which wgmma has numbers as far ahead as there are registers for."""
-    plan = BytesPlan(PersistentPlan(spec, schedule, engine), schedule)
-    has_turns = plan.base.round.divides_groups and (spec.folds or spec.zeros == "int")
-    if engine != WGMMA or schedule.order or not has_turns:
-        return plan
-    plans = (replace(plan, ahead=ahead) for ahead in _AHEAD)
-    return next((some for some in plans if registers(cast(Any, some)) <= _MOST_AHEAD), plan)
+    """Returns the plan of a spec and a schedule."""
+    return BytesPlan(PersistentPlan(spec, schedule, engine), schedule)

@@ -1,7 +1,9 @@
-"""How many registers a thread of a persistent kernel for activations of 8 bits needs. No MLIR is needed here."""
+"""How many registers a thread of a persistent kernel for activations of 8 bits needs, and what it does with those that
+are left. No MLIR is needed here."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowbit.passes.kernels.persistent.legality import Extra, extra_registers
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     _Plan = BytesPlan[EightBitPrefillSchedule]
 
 MOST_REGISTERS = 242  # of a thread, for all that `registers` adds up
+_AHEAD, _MOST_AHEAD = (8, 4, 2), 232
+"""Numbers that are loaded ahead, and the registers that a thread may need with them."""
 
 _OF_K: tuple[Extra[_Plan], ...] = (
     (7, "a block's part of the k of a tile", lambda p: p.schedule.split_k > 1),
@@ -53,6 +57,13 @@ def registers(plan: _Plan) -> int:
     what is loaded, and for what kernels were seen to need besides."""
     needed = _folded_registers(plan) if plan.spec.folds else _code_registers(plan)
     return plan.schedule.tokens // 2 + plan.schedule.panel_k // 4 + needed
+
+
+def with_numbers_ahead(plan: _Plan) -> _Plan:
+    """Returns the plan of a kernel, in which the numbers that bytes are made with come as far ahead as a thread has
+    registers for. With an order of sums, chains take these registers."""
+    plans = (replace(plan, ahead=ahead) for ahead in _AHEAD if not plan.schedule.order)
+    return next((some for some in plans if registers(some) <= _MOST_AHEAD), plan)
 
 
 def _code_registers(plan: _Plan) -> int:
