@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lowbit.dialect.bindings import arith, ir, llvm
 from lowbit.passes.cpu.group_plans import GroupPlan
 from lowbit.passes.cpu.task import Needs
@@ -12,6 +14,7 @@ from lowbit.passes.cpu.vector_ops import LANES, Value, constant, f32, fma, vec
 from lowbit.passes.cpu.worker import Task, define, take_pieces
 
 BYTES = 4 * LANES  # of a vector of f32
+LARGEST = float(np.finfo(np.float32).max)
 _Ends = arith.CmpFPredicate
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from lowbit.dialect.bindings import arith, ir
 from lowbit.passes.cpu.group_ops import (
     BYTES,
+    LARGEST,
     Fitted,
     added,
     better,
@@ -53,7 +54,6 @@ from lowbit.passes.cpu.vector_ops import (
 from lowbit.passes.cpu.worker import Task
 
 _RANGES = "lowbit_ranges"
-_LARGEST = float(np.finfo(np.float32).max)
 _Ends = arith.CmpFPredicate
 
 
@@ -85,7 +85,7 @@ class _TilesProgram(Tiles):
         first, place = mul(number, self.size * BYTES), mul(number, BYTES)
         source, target = (at(task.array(name), first) for name in ("x", "y"))
         lanes = constants(i(32), [self.size * lane for lane in range(LANES)])
-        largest = splat(_LARGEST)
+        largest = splat(LARGEST)
         with loop(0, self.size, carried=[largest, arith.negf(largest)]) as column:
             numbers = gather(at(source, mul(column.index, 4)), lanes)
             store(numbers, at(target, mul(column.index, BYTES)))

@@ -36,6 +36,7 @@ from lowbit.passes.cpu.vector_ops import (
     pointer,
     round_to,
     scalar_type,
+    square_root,
     store,
     sum_each,
     sum_of,
@@ -243,8 +244,7 @@ def _norm_factor(x: _Numbers, count: int, eps: float) -> Value:
         numbers = x.load(column.index)
         column.carried = [fma(numbers, numbers, column.carried[0])]
     mean = arith.mulf(sum_of(column.carried[0]), constant(f32(), 1.0 / count))
-    root = llvm.call_intrinsic(f32(), "llvm.sqrt.f32", [arith.addf(mean, constant(f32(), eps))], [], [])
-    return arith.divf(constant(f32(), 1.0), root)
+    return arith.divf(constant(f32(), 1.0), square_root(arith.addf(mean, constant(f32(), eps))))
 
 
 def _shifted(gain: Value, shift: float) -> Value:

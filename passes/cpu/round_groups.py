@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowbit.dialect.bindings import arith, ir, llvm, scf, vector
+from lowbit.dialect.bindings import arith, ir, scf, vector
 from lowbit.passes.cpu.group_ops import (
     BYTES,
+    LARGEST,
     Fitted,
     added,
     better,
@@ -57,6 +58,7 @@ from lowbit.passes.cpu.vector_ops import (
     mul,
     round_to,
     scalar_type,
+    square_root,
     store,
     sum_of,
     vec,
@@ -67,7 +69,6 @@ _SQUARE = 8  # rows and columns that are transposed at once
 _UNROLLED = 8  # columns of a step of a loop: the end of so short a loop is predicted
 _TRIED, _STEPS = "lowbit_tried", "lowbit_steps"
 _LEAST_MEAN = 1e-36  # of the weights of a row: numbers in units of it stay within f32
-_LARGEST = float(np.finfo(np.float32).max)
 _LEAST_SCALE = {"f16": 2.0**-24, "bf16": 2.0**-126, "f32": 2.0**-126}
 _Ends = arith.CmpFPredicate
 
@@ -149,7 +150,7 @@ class _Tile:
 
     def _count(self, inverse: Value) -> tuple[_End, _End]:
         """Writes how much errors count, and returns the ends."""
-        ends = [splat(_LARGEST), splat(1.0), splat(-_LARGEST), splat(1.0)]
+        ends = [splat(LARGEST), splat(1.0), splat(-LARGEST), splat(1.0)]
         with loop(0, self.plan.size, carried=ends) as column:
             place = mul(column.index, BYTES)
             w = load(vec(f32()), at(self._weights, place))
@@ -216,8 +217,7 @@ class RoundProgram(Round):
         factor = broadcast(arith.divf(constant(f32(), 1.0), bounded), lanes)
         squares = over(lambda w, sums: fma(arith.mulf(w, factor), arith.mulf(w, factor), sums))
         mean = arith.divf(sum_of(squares), arith.sitofp(f32(), k))
-        root = llvm.call_intrinsic(f32(), "llvm.sqrt.f32", [mean], [], [])
-        mean = arith.maximumf(arith.mulf(bounded, root), constant(f32(), _LEAST_MEAN))
+        mean = arith.maximumf(arith.mulf(bounded, square_root(mean)), constant(f32(), _LEAST_MEAN))
         return arith.divf(constant(f32(), 1.0), mean)
 
     def _tile(self, task: Task, tile: Value) -> None:
@@ -384,12 +384,8 @@ def _power(x: Value, power: float) -> Value:
     """Returns x to the power of 0, 1/2 or 3/4."""
     if power == 0:
         return splat(1.0)
-    root = _root(x)
-    return root if power == 0.5 else arith.mulf(root, _root(root))
-
-
-def _root(x: Value) -> Value:
-    return llvm.call_intrinsic(x.type, "llvm.sqrt.v16f32", [x], [], [])
+    root = square_root(x)
+    return root if power == 0.5 else arith.mulf(root, square_root(root))
 
 
 def _any(lanes: Value) -> Value:

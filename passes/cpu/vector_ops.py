@@ -108,6 +108,12 @@ def fma(a: Value, b: Value, c: Value) -> Value:
     return vector.fma(a, b, c)
 
 
+def square_root(x: Value) -> Value:
+    """The square root of f32, or of a vector of it."""
+    lanes = f"v{ir.VectorType(x.type).shape[0]}" if isinstance(x.type, ir.VectorType) else ""
+    return llvm.call_intrinsic(x.type, f"llvm.sqrt.{lanes}f32", [x], [], [])
+
+
 def broadcast(x: Value, lanes: int = LANES) -> Value:
     return vector.broadcast(vec(x.type, lanes), x)
 
