@@ -238,7 +238,12 @@ class MatmulSpec:
 
     def for_tokens(self, m: int) -> MatmulSpec:
         """This matmul as it is computed for up to m tokens: without folded scales where weights are not rounded."""
-        return replace(self, fold_scales=False) if self.folds and not self.rounds_weights(m) else self
+        return self.without_folds if self.folds and not self.rounds_weights(m) else self
+
+    @cached_property
+    def without_folds(self) -> MatmulSpec:
+        """This matmul with scales that multiply sums of products, and are not folded into weights."""
+        return replace(self, fold_scales=False)
 
     def for_rows(self, m: int) -> MatmulSpec:
         """This matmul as a call with m rows in the act type computes it, of experts with m slots: without `compute`

@@ -60,8 +60,11 @@ class KernelSchedule:
     """
 
     def __post_init__(self) -> None:
-        for name, default in _defaults(type(self)):
-            check_type(name, getattr(self, name), default)
+        names, defaults, types = _defaults(type(self))
+        values = [getattr(self, name) for name in names]
+        if [type(value) for value in values] != types:
+            for name, value, default in zip(names, values, defaults):
+                check_type(name, value, default)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KernelSchedule:
@@ -74,9 +77,11 @@ class KernelSchedule:
 
 
 @lru_cache(maxsize=None)
-def _defaults(schedule_type: type[KernelSchedule]) -> tuple[tuple[str, object], ...]:
-    """The choices of a type of schedules, each with its default. A choice of a kernel makes some thousand schedules."""
-    return tuple((field.name, field.default) for field in fields(schedule_type))
+def _defaults(schedule_type: type[KernelSchedule]) -> tuple[list[str], list[object], list[type]]:
+    """Returns the names of a type's choices, their defaults, and the types of these. A choice of a kernel makes some
+    hundred schedules."""
+    every = fields(schedule_type)
+    return [f.name for f in every], [f.default for f in every], [type(f.default) for f in every]
 
 
 def check_type(name: str, value: object, default: object) -> None:

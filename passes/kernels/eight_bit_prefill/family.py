@@ -49,8 +49,10 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         if not spec.compute or not target.has_wgmma:
             return ()
-        groups = self.groups(spec, TOKEN_TILES[0], target)
-        return served_tiles(spec, _least_tile(spec)) if any(group.schedules for group in groups) else ()
+        tokens = TOKEN_TILES[0]
+        every = kinds(EightBitPrefillSchedule, _TOKENS, spec, tokens, target)
+        some = any(self._of_kind(spec, tokens, target, kind) for kind in every)
+        return served_tiles(spec, _least_tile(spec)) if some or (spec.folds and self._small(spec, target, [])) else ()
 
     def groups(
         self, spec: MatmulSpec, token_tile: int, target: Target

@@ -55,7 +55,7 @@ class Products:
             yield GroupColumns(first % width, last - first, first // group)
             first = last
 
-    @property
+    @cached_property
     def of_round(self) -> int:
         """How many a round has."""
         return sum(len(list(self.of_panel(panel))) for panel in range(self.base.round.panels))

@@ -33,12 +33,12 @@ class EightBitPrefillMma(PersistentMmaFamily[EightBitPrefillMmaSchedule]):
         """All of them: there is no other way to multiply x of 8 bits but launches that each read the whole weight."""
         if not spec.compute or target.has_wgmma:
             return ()
-        groups = self.groups(spec, TOKEN_TILES[0], target)
-        return served_tiles(spec, MOST_UNFOLDED + 1) if any(group.schedules for group in groups) else ()
+        some = any(self._first(spec, of_tile, target) for of_tile in self._by_tile)
+        return served_tiles(spec, MOST_UNFOLDED + 1) if some else ()
 
     def least(self, spec: MatmulSpec, token_tile: int, tile: EightBitPrefillMmaSchedule, target: Target) -> float:
-        plan, most_k = PersistentPlan(spec, tile, BYTES_MMA), max(panel_k for panel_k, _ in self.panels)
-        return least_time_of_tiles(plan, token_tile, cost_model.decoding(spec), most_k, target)
+        plan = PersistentPlan(spec, tile, BYTES_MMA)
+        return least_time_of_tiles(plan, token_tile, cost_model.decoding(spec), self._most_k, target)
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitPrefillMmaSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
@@ -20,13 +21,18 @@ S = TypeVar("S", bound=PrefillSchedule)
 def kinds(type_: type[S], tiles: Sequence[int], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:
     """Yields schedules of this type that differ in the tokens of a tile, the blocks that share x, and those that split
     k. They split k where all tiles are computed at once, and leave multiprocessors idle otherwise."""
-    yield from (type_(tokens=tile, cluster=cluster) for tile, cluster in product(tiles, (1, 2)))
-    for tile, split_k in product(tiles, CLUSTERS[1:]):
-        if tile % (type_.least_share * split_k) == 0:
-            kind = type_(tokens=tile, split_k=split_k)
-            if at_once(PersistentPlan(spec, kind, WGMMA), tokens, target):
-                yield kind
+    whole, split = _whole_and_split(type_, tuple(tiles))
+    yield from whole
+    yield from (kind for kind in split if at_once(PersistentPlan(spec, kind, WGMMA), tokens, target))
     yield from shared_kinds(type_, spec, tokens, target)
+
+
+@lru_cache(maxsize=None)
+def _whole_and_split(type_: type[S], tiles: tuple[int, ...]) -> tuple[list[S], list[S]]:
+    """Returns the schedules without and with a split k, which are the same for all matmuls."""
+    splits = ((tile, split_k) for tile, split_k in product(tiles, CLUSTERS[1:]))
+    split = [type_(tokens=t, split_k=n) for t, n in splits if t % (type_.least_share * n) == 0]
+    return [type_(tokens=tile, cluster=cluster) for tile, cluster in product(tiles, (1, 2))], split
 
 
 def shared_kinds(type_: type[S], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:

@@ -41,7 +41,7 @@ class Round:
         """Columns of rounds that such a schedule may have, the most first: those whose panels fill all stages, once or
         several times, and those that fill half of them."""
         unit = math.lcm(self.piece, self.schedule.panel_k * self.schedule.num_stages)
-        steps = [step for step in range(unit, _MOST + 1, unit) if step >= self._least]
+        steps = range(-(-self._least // unit) * unit, _MOST + 1, unit)
         longest = next(filter(self._divides_groups, steps), steps[0])
         return (longest, longest // 2) if self._may_halve(longest) else (longest,)
 

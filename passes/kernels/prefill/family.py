@@ -41,7 +41,7 @@ class Prefill(PersistentFamily[PrefillSchedule]):
     chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        if not target.has_wgmma:
+        if not target.has_wgmma or legality.misfit(spec):
             return ()
         return TOKEN_TILES if any(self._widest(spec, target, PrefillSchedule(tile)) for tile in _TOKENS) else ()
 

@@ -52,14 +52,14 @@ def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None
 
 def check_plan(plan: PersistentPlan, target: Target) -> None:
     """Raises SpecError where a kernel does not fit a spec or a target."""
-    if why := _misfit(plan.spec):
+    if why := misfit(plan.spec):
         raise SpecError(f"schedule: {why}; {OTHERS}")
     check_split(plan, target)
     check_shared(plan, target)
 
 
-def _misfit(spec: MatmulSpec) -> str:
-    """Returns what of a spec does not fit, or "" if all does."""
+def misfit(spec: MatmulSpec) -> str:
+    """Returns what of a spec no schedule fits, or "" if there may be one."""
     if not fits_async_x(spec):
         return (
             f"prefill copies x in whole 16-byte pieces; {spec.weight} with k={spec.k} and groups of {spec.group_size} "

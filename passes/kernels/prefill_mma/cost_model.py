@@ -9,8 +9,6 @@ faster way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import Rates
 from lowbit.passes.kernels.base import SURE
@@ -47,7 +45,7 @@ def decoding(spec: MatmulSpec) -> float:
 
 def predict_tiles(plan: PersistentPlan, tokens: int, beside: float, target: Target) -> float:
     """The same for a plan. beside: instructions of a warp for a fragment of weights, besides its products."""
-    return _time_of_tiles(plan, tokens, clocks_of_tile(plan, beside, target), target)
+    return time_of_tiles(plan, tokens, clocks_of_tile(plan, beside, target), target)
 
 
 def clocks_of_tile(plan: PersistentPlan, beside: float, target: Target) -> float:
@@ -59,12 +57,16 @@ def clocks_of_tile(plan: PersistentPlan, beside: float, target: Target) -> float
 
 def least_time_of_tiles(plan: PersistentPlan, tokens: int, beside: float, most_k: int, target: Target) -> float:
     """Microseconds that a launch is predicted to take at least, with panels of up to `most_k` columns."""
+    return time_of_tiles(plan, tokens, least_clocks_of_tile(plan, beside, most_k, target), target)
+
+
+def least_clocks_of_tile(plan: PersistentPlan, beside: float, most_k: int, target: Target) -> float:
+    """Clocks of a tile at least, with panels of up to `most_k` columns."""
     of_column = _clocks_of_products(plan, beside, target.rates) / plan.spec.x.mma_k + _PER_PANEL / most_k
-    tile = plan.spec.packing.padded_k * of_column + _END + _END_PER_TOKEN * plan.schedule.tokens
-    return _time_of_tiles(plan, tokens, tile, target) * SURE
+    return (plan.spec.packing.padded_k * of_column + _END + _END_PER_TOKEN * plan.schedule.tokens) * SURE
 
 
-def _time_of_tiles(plan: PersistentPlan, tokens: int, tile: float, target: Target) -> float:
+def time_of_tiles(plan: PersistentPlan, tokens: int, tile: float, target: Target) -> float:
     """Microseconds of a launch whose tiles take so many clocks each."""
     rates, tiles = target.rates, plan.tiles.count(tokens)
     waves = -(-tiles // target.multiprocessors)
@@ -85,13 +87,10 @@ def _clocks_of_products(plan: PersistentPlan, beside: float, rates: Rates) -> fl
     return max(units) + _BESIDE * (sum(units) - max(units))
 
 
-def worthwhile(costs: Sequence[tuple[PersistentPlan, float]], spec: MatmulSpec, tokens: int, target: Target) -> bool:
-    """Tells whether a launch of one of some plans, given with the clocks of their tiles, is worth its time.
-
-    It may take a tenth longer than to write the weight out for the vendor's matmul, as it needs no memory for that.
-    """
-    limit = _NO_TEMPORARY * predict_vendor(spec, tokens, target)
-    return any(_time_of_tiles(plan, tokens, tile, target) < limit for plan, tile in costs)
+def longest_worthwhile(spec: MatmulSpec, tokens: int, target: Target) -> float:
+    """Microseconds below which a launch is worth its time: it may take a tenth longer than to write the weight out for
+    the vendor's matmul, as it needs no memory for that."""
+    return _NO_TEMPORARY * predict_vendor(spec, tokens, target)
 
 
 def predict_vendor(spec: MatmulSpec, tokens: int, target: Target) -> float:

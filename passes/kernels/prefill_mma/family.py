@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -15,6 +14,7 @@ from lowbit.passes.kernels.persistent.engine import MMA
 from lowbit.passes.kernels.persistent.family import PersistentFamily
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
+from lowbit.passes.kernels.prefill.legality import misfit
 from lowbit.passes.kernels.prefill_mma import cost_model, legality
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.target import Target
@@ -39,30 +39,34 @@ class PersistentMmaFamily(PersistentFamily[M]):
 
     def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterator[Candidates[M]]:
         """Yields for every tile and its warps the first of `panels` that fits."""
-        kind = self.schedule_type
-        for tokens, row_blocks in product(kind.allowed["tokens"], kind.allowed["row_blocks"]):
-            tile = kind(tokens, *self.panels[0], row_blocks=row_blocks)
-            yield Candidates(self.least(spec, token_tile, tile, target), partial(self._first, spec, tile, target))
+        for of_tile in self._by_tile:
+            least = self.least(spec, token_tile, of_tile[0], target)
+            yield Candidates(least, partial(self._first, spec, of_tile, target))
 
-    def _first(self, spec: MatmulSpec, tile: M, target: Target) -> list[M]:
-        panels = (replace(tile, panel_k=panel_k, num_stages=stages) for panel_k, stages in self.panels)
-        return list(islice((s for s in panels if self.fits(spec, s, target)), 1))
+    def _first(self, spec: MatmulSpec, of_tile: Sequence[M], target: Target) -> list[M]:
+        return list(islice((s for s in of_tile if self.fits(spec, s, target)), 1))
 
     @abstractmethod
     def least(self, spec: MatmulSpec, token_tile: int, tile: M, target: Target) -> float:
         """Microseconds that a tile is predicted to take at least, in whatever panels."""
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[M]:
-        return [s for of_tile in self._schedules_by_tile() for s in of_tile if self.fits(spec, s, target)]
+        return [s for of_tile in self._by_tile for s in of_tile if self.fits(spec, s, target)]
+
+    @property
+    def _most_k(self) -> int:
+        """Columns of the widest panels."""
+        return max(panel_k for panel_k, _ in self.panels)
 
     def shape(self, schedule: M) -> tuple[object, ...]:
         return schedule.tokens, schedule.row_blocks
 
-    def _schedules_by_tile(self) -> Iterator[list[M]]:
+    @cached_property
+    def _by_tile(self) -> list[list[M]]:
         """All that the tuner may try, those of one tile together; `legality` leaves out what does not fit."""
         kind = self.schedule_type
-        for tokens, row_blocks in product(kind.allowed["tokens"], kind.allowed["row_blocks"]):
-            yield [kind(tokens, *panel, row_blocks=row_blocks) for panel in self.panels]
+        tiles = product(kind.allowed["tokens"], kind.allowed["row_blocks"])
+        return [[kind(tokens, *panel, row_blocks=rows) for panel in self.panels] for tokens, rows in tiles]
 
 
 class PrefillMma(PersistentMmaFamily[PrefillMmaSchedule]):
@@ -77,17 +81,24 @@ class PrefillMma(PersistentMmaFamily[PrefillMmaSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         """Returns the token tiles up to the last for which these kernels are predicted to be at most a tenth slower
         than writing the weight out for the vendor's matmul."""
-        if target.has_wgmma:
+        if target.has_wgmma or misfit(spec):
             return ()
-        plans = [PersistentPlan(spec, s, MMA) for s in self.candidates(spec, TOKEN_TILES[0], target)]
-        costs = [(plan, cost_model.clocks_of_tile(plan, cost_model.decoding(spec), target)) for plan in plans]
-        every = range(len(TOKEN_TILES), 0, -1)
-        last = next((i for i in every if cost_model.worthwhile(costs, spec, TOKEN_TILES[i - 1], target)), 0)
+        decoding = cost_model.decoding(spec)
+        plans = [(of_tile, PersistentPlan(spec, of_tile[0], MMA)) for of_tile in self._by_tile]
+        bounds = [(t, p, cost_model.least_clocks_of_tile(p, decoding, self._most_k, target)) for t, p in plans]
+
+        def is_worthwhile(tokens: int) -> bool:
+            limit = cost_model.longest_worthwhile(spec, tokens, target)
+            tiles = (t for t, p, clocks in bounds if cost_model.time_of_tiles(p, tokens, clocks, target) < limit)
+            found = (s for of_tile in tiles for s in self._first(spec, of_tile, target))
+            return any(self.predict(spec, tokens, s, target) < limit for s in found)
+
+        last = next((i for i in range(len(TOKEN_TILES), 0, -1) if is_worthwhile(TOKEN_TILES[i - 1])), 0)
         return TOKEN_TILES[:last]
 
     def least(self, spec: MatmulSpec, token_tile: int, tile: PrefillMmaSchedule, target: Target) -> float:
-        plan, most_k = PersistentPlan(spec, tile, MMA), max(panel_k for panel_k, _ in self.panels)
-        return cost_model.least_time_of_tiles(plan, token_tile, cost_model.decoding(spec), most_k, target)
+        plan = PersistentPlan(spec, tile, MMA)
+        return cost_model.least_time_of_tiles(plan, token_tile, cost_model.decoding(spec), self._most_k, target)
 
     def spills(self, spec: MatmulSpec, schedule: PrefillMmaSchedule) -> bool:
         return legality.spills(spec, schedule)

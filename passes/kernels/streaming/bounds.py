@@ -1,28 +1,38 @@
 """Lower bounds of what `streaming.cost_model` predicts: candidates that can't win need not be made.
 
-A bound knows the shape of a block and how k is split, but neither steps nor stages, and takes multiprocessors to hold
-as many blocks as their threads allow: the more there are, the better latency is hidden.
+A bound knows the shape of a block, how k is split and the steps to choose from, but no stages, and takes
+multiprocessors to hold as many blocks as their threads allow: the more there are, the better latency is hidden.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import DecodeCosts, EngineCosts
 from lowbit.passes.kernels.base import SURE
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.kernels.streaming.arithmetic import arithmetic_of
-from lowbit.passes.kernels.streaming.cost_model import correction
+from lowbit.passes.kernels.streaming.cost_model import correction, costs_of
 from lowbit.passes.kernels.streaming.engine_plans import COLUMNS, overlapped
 from lowbit.passes.kernels.streaming.scaling import IN_PLACE
 from lowbit.passes.target import Target
 
+REFILL_AFTER_MMA = 128  # tokens from which on a round has too many copies for its first product to wait for them
 _MOST_STAGES = 3
 _LONGEST_STEP = 256  # columns
 _MOST_ROW_BLOCKS = 32  # of a block
+
+
+def usual_refill(tokens: int, warps_n: int) -> Refill:
+    """`Schedule.refill` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is,
+    the longer they wait for one another."""
+    if (warps_n >= 16 and tokens >= 64) or (warps_n >= 8 and tokens >= 256):
+        return "per_warp"
+    return "after_first_mma" if tokens >= REFILL_AFTER_MMA else "before_mma"
 
 
 @dataclass(frozen=True)
@@ -35,37 +45,42 @@ class Bounds:
     costs: EngineCosts
     wgmma: bool
 
-    @property
+    @cached_property
     def _common(self) -> DecodeCosts:
         """The constants that do not depend on the engine."""
         return self.target.costs.decode
 
+    @cached_property
     def of_all(self) -> float:
-        """Microseconds that no schedule is predicted to be below."""
+        """Microseconds that no candidate is predicted to be below."""
         spec, costs = self.spec, self.costs
         x = self._x(spec.packing.row_blocks / _MOST_ROW_BLOCKS)
-        arithmetic = self._arithmetic(_MOST_ROW_BLOCKS, math.inf, waits=self.wgmma)
+        arithmetic = self._arithmetic(_MOST_ROW_BLOCKS, math.inf)
+        if self.wgmma:  # which several warps share
+            arithmetic *= min(map(self._waiting, (4, 8, 16)))
         work = max(spec.bytes / costs.memory, spec.bytes / costs.l2 + x, arithmetic)
         factor = min(correction(spec, self.token_tile, self.wgmma, cluster, self._common) for cluster in (1, 4))
         return (work + costs.round + costs.block) * factor * SURE
 
     def of_shape(
-        self, row_blocks: int, warps_n: int, warps_k: int, split_k: int, *, step_k: int, sums: int
+        self, row_blocks: int, warps_n: int, warps_k: int, split_k: int, *, steps: Sequence[int], sums: int
     ) -> float:
-        """Microseconds that no schedule whose blocks have this shape is predicted to be below.
+        """Microseconds that no candidate whose blocks have this shape is predicted to be below.
 
-        step_k  columns of a step, at most
-        sums    columns of the sums that a block ends with
+        steps  columns that a step may have
+        sums   columns of the sums that a block ends with
         """
         spec, costs, target, warps = self.spec, self.costs, self.target, warps_n * warps_k
         cluster = split_k if target.has_clusters else 1
         tiles = -(-spec.packing.row_blocks // (row_blocks * warps_n))
         waves = tiles * split_k / (target.multiprocessors * (self._common.reach if cluster > 2 else 1.0))
         beside = min(target.max_threads_per_sm // (32 * warps), waves)
-        rounds = -(-spec.packing.padded_k // (step_k * warps_k * split_k))
+        step_k, padded_k, sharing = max(steps), spec.packing.padded_k, warps_k * split_k
+        rounds = -(-padded_k // (step_k * sharing))
         under_way = beside * row_blocks * warps * 16 * step_k * spec.packing.bits / 8 * min(rounds, _MOST_STAGES - 1)
-        arithmetic = self._arithmetic(row_blocks, max(1.0, beside) * warps, warps_n > 1) / min(1.0, waves)
+        arithmetic = self._arithmetic(row_blocks, max(1.0, beside) * warps) * self._waiting(warps_n) / min(1.0, waves)
         work = max(self._memory(tiles, under_way), spec.bytes / costs.l2 + self._x(tiles), arithmetic)
+        work *= min(_beyond(-(-padded_k // step), sharing) for step in steps)
         if waves > 1:
             work *= 1 + costs.idle * (math.ceil(waves) / waves - 1)
         turns = max(1.0, waves / beside)
@@ -85,8 +100,15 @@ class Bounds:
         x = costs.x * self._x(tiles) if self.token_tile <= 32 else 0.0
         return self.spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / under_way) + x
 
-    def _arithmetic(self, row_blocks: int, warps: float, waits: bool) -> float:
-        """Microseconds of decoding and products, with so many warps on a multiprocessor; waits: for one another."""
+    def _waiting(self, warps_n: int) -> float:
+        """Times as long as warps take that wait for one another in every round."""
+        if warps_n == 1 or self.token_tile == 1:
+            return 1.0
+        alone = self.wgmma and usual_refill(self.token_tile, warps_n) == "per_warp"
+        return self.costs.barrier * (self.costs.per_warp if alone else 1.0)
+
+    def _arithmetic(self, row_blocks: int, warps: float) -> float:
+        """Microseconds of decoding and products, with so many warps on a multiprocessor."""
         spec, costs = self.spec, self.costs
         mma = max(8, self.token_tile) / 4 * costs.tensor / (2 if spec.compute else 1)
         read = spec.packing.bits / 2 + (0.0 if self.wgmma else mma / (4 * row_blocks))
@@ -94,8 +116,7 @@ class Bounds:
         if self._may_scale_in_place:
             hidden = math.hypot(1.0, self._common.scaled_warps / warps)
             clocks = min(clocks, overlapped(mma, read, self._common.scaled) * hidden)
-        time = spec.n * spec.k / 256 / self.target.multiprocessors * clocks / self._common.clock
-        return time * (costs.barrier * min(1.0, costs.per_warp) if waits and self.token_tile > 1 else 1.0)
+        return spec.n * spec.k / 256 / self.target.multiprocessors * clocks / self._common.clock
 
     @property
     def _may_scale_in_place(self) -> bool:
@@ -122,3 +143,14 @@ class Bounds:
         """Columns of products that are scaled for a column of a group, or for one of the longest step."""
         group = self.spec.group_size
         return max(8, self.token_tile) / min(group, _LONGEST_STEP) if group else 0.0
+
+
+def _beyond(steps: int, sharing: int) -> float:
+    """Times as many steps as a row has are in whole rounds, of which blocks and warps have one step each."""
+    return -(-steps // sharing) * sharing / steps
+
+
+@lru_cache(maxsize=64)
+def known_bounds(spec: MatmulSpec, token_tile: int, target: Target, wgmma: bool, integer_mma: bool) -> Bounds:
+    """Returns bounds that are kept for a while: a choice asks for those of all candidates, then for each shape's."""
+    return Bounds(spec, token_tile, target, costs_of(target, wgmma, integer_mma), wgmma)

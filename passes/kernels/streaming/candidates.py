@@ -14,8 +14,8 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma
-from lowbit.passes.kernels.streaming.bounds import Bounds
-from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, costs_of, spills
+from lowbit.passes.kernels.streaming.bounds import known_bounds, usual_refill
+from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, spills
 from lowbit.passes.kernels.streaming.engine_plans import SPREAD, can_spread, has_integer_mma
 from lowbit.passes.kernels.streaming.legality import enough_blocks, group_fits
 from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
@@ -24,7 +24,6 @@ from lowbit.passes.target import Target
 S = TypeVar("S", bound=Schedule)
 
 SMALL_GROUP = 32  # columns
-REFILL_AFTER_MMA = 128  # tokens from which on a round has too many copies for its first product to wait for them
 _PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room in registers
 
 
@@ -46,14 +45,6 @@ def token_tile_limit(spec: MatmulSpec, target: Target) -> str:
     if can_use_wgmma(spec, target):
         return where
     return f"{where}, " + ("whose x is not in whole 16-byte pieces" if target.has_wgmma else "which has no wgmma")
-
-
-def usual_refill(tokens: int, warps_n: int) -> Refill:
-    """`Schedule.refill` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is,
-    the longer they wait for one another."""
-    if (warps_n >= 16 and tokens >= 64) or (warps_n >= 8 and tokens >= 256):
-        return "per_warp"
-    return "after_first_mma" if tokens >= REFILL_AFTER_MMA else "before_mma"
 
 
 def suits(spec: MatmulSpec, s: Schedule, target: Target, measured: MatmulSpec) -> bool:
@@ -131,14 +122,14 @@ def streaming_schedules(
         some = any(group.schedules for group in sorted(found, key=lambda group: group.least))
         return [] if some else least_schedules(spec, token_tile, target, family)
 
-    return [*found, Candidates(least_time(spec, token_tile, target, family), if_none)]
+    return [*found, Candidates(_least_time_of_least(spec, token_tile, target, family), if_none)]
 
 
 def least_time(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> float:
     """Microseconds that no candidate is predicted to be below."""
     integers = family.schedule_type.integer_mma
     kinds = {False, token_tile > 1 and can_use_wgmma(spec, target)}
-    return min(Bounds(spec, token_tile, target, costs_of(target, wgmma, integers), wgmma).of_all() for wgmma in kinds)
+    return min(known_bounds(spec, token_tile, target, wgmma, integers).of_all for wgmma in kinds)
 
 
 def _of_one_token(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[Candidates[S]]:
@@ -165,6 +156,14 @@ def least_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: K
     least = [kind(token_tile, *shape, chunk, 2) for shape in _LEAST]
     fitting = [s for s in least if family.allows(spec, s, target)]
     return [s for s in fitting if s.warps_k <= known_plan(spec, s).steps.count] or fitting[-1:]
+
+
+def _least_time_of_least(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> float:
+    """Microseconds that none of `least_schedules` is predicted to be below."""
+    wide, chunk = token_tile > max(_PLAIN_TILES), spec.packing.chunk
+    shapes, step_k = ([(1, 4, 1)], math.lcm(chunk, spec.x.per_panel)) if wide else (_LEAST, chunk)
+    bounds = known_bounds(spec, token_tile, target, wide, family.schedule_type.integer_mma)
+    return min(bounds.of_shape(*shape, 1, steps=[step_k], sums=max(8, token_tile)) for shape in shapes)
 
 
 def integer_schedules(
@@ -201,13 +200,13 @@ def _shaped(
     if not steps:
         return
     sums = 1 if integers or spread_k else max(8, tokens)
-    bounds = Bounds(spec, token_tile or tokens, target, costs_of(target, wgmma, integers), wgmma)
+    bounds = known_bounds(spec, token_tile or tokens, target, wgmma, integers)
     for shape, split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
         row_blocks, warps_n, _ = shape
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * split_k
         if split_k == 1 or blocks <= (6 if wgmma else 2) * target.multiprocessors:
             block = Block(tokens, *shape, split_k, wgmma, spread_k, enough_blocks(blocks, target) if wgmma else 0)
-            least = bounds.of_shape(*shape, split_k, step_k=steps[0], sums=sums)
+            least = bounds.of_shape(*shape, split_k, steps=steps, sums=sums)
             yield Candidates(least, partial(of_block, family, spec, target, block, steps))
 
 
@@ -234,18 +233,21 @@ def of_block(
     cluster = block.split_k if target.has_clusters else 1
     found: list[S] = []
     # Of equals the first is taken: with mma.sync that with more bytes under way, as measured on Hopper.
-    for step, num_stages in itertools.product(steps, (3, 2) if overlapping else (2, 3)):
-        if spec.packing.padded_k <= step * block.warps_k * block.split_k:  # one round
-            continue
-        s = family.schedule_type(
-            **vars(block), step_k=step, num_stages=num_stages, cluster=cluster, refill=refill
-        )
-        plan = known_plan(spec, s)
+    for step in steps:
+        rounds = -(-spec.packing.padded_k // (step * block.warps_k * block.split_k))
         # More stages than rounds are a tenth to a third slower than two.
-        if (block.spread_k or overlapping) and num_stages > plan.steps.rounds:
-            continue
-        if not spills(plan, target) and family.allows(spec, s, target):
-            found.append(s if block.wgmma else without_room(plan, s, target))
+        most = rounds if block.spread_k or overlapping else 3
+        for num_stages in (3, 2) if overlapping else (2, 3):
+            if rounds == 1 or num_stages > most:
+                continue
+            s = family.schedule_type(
+                **vars(block), step_k=step, num_stages=num_stages, cluster=cluster, refill=refill
+            )
+            plan = known_plan(spec, s)
+            if spills(plan, target):  # with any number of stages
+                break
+            if family.allows(spec, s, target):
+                found.append(s if block.wgmma else without_room(plan, s, target))
     return found
 
 

@@ -12,9 +12,8 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily
 from lowbit.passes.kernels.decode.schedule import ROTATED, Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma
-from lowbit.passes.kernels.streaming.bounds import Bounds
+from lowbit.passes.kernels.streaming.bounds import known_bounds
 from lowbit.passes.kernels.streaming.candidates import Block, least_schedules, of_block, step_lengths
-from lowbit.passes.kernels.streaming.cost_model import costs_of
 from lowbit.passes.kernels.streaming.legality import enough_blocks
 from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
 from lowbit.passes.kernels.streaming.search_space import MOST_WARPS
@@ -91,9 +90,8 @@ def in_order(
     """Yields a family's schedules that have an order of sums, by shape; none where a token tile has none."""
     if token_tile <= _MOST_BY_MMA:
         yield from _of_engine(spec, token_tile, target, order, family, wgmma=False)
-        yield Candidates(
-            _bounds(spec, token_tile, target, False).of_all(), partial(_least, family, spec, token_tile, target, order)
-        )
+        least = known_bounds(spec, token_tile, target, wgmma=False, integer_mma=False).of_all
+        yield Candidates(least, partial(_least, family, spec, token_tile, target, order))
     if token_tile > 1 and can_use_wgmma(spec, target):
         yield from _of_engine(spec, token_tile, target, order, family, wgmma=True)
 
@@ -102,18 +100,14 @@ def _of_engine(
     spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder, family: KernelFamily[S], wgmma: bool
 ) -> Iterator[Candidates[S]]:
     """Yields those of one engine that are larger than the least ones."""
-    tokens, bounds = max(8, token_tile), _bounds(spec, token_tile, target, wgmma)
+    tokens, bounds = max(8, token_tile), known_bounds(spec, token_tile, target, wgmma, integer_mma=False)
     for row_blocks, warps_n in _WGMMA if wgmma else _MMA:
         if _has_room(order, tokens, row_blocks, warps_n, wgmma):
             blocks = -(-spec.n // (16 * row_blocks * warps_n)) * order.split_k
             shape = row_blocks, warps_n, order.warps_k, order.split_k
             block = Block(tokens, *shape, wgmma, False, enough_blocks(blocks, target) if wgmma else 0)
-            least = bounds.of_shape(*shape, step_k=order.step_k, sums=tokens)
+            least = bounds.of_shape(*shape, steps=[order.step_k], sums=tokens)
             yield Candidates(least, partial(_of_order, family, spec, target, block, order))
-
-
-def _bounds(spec: MatmulSpec, token_tile: int, target: Target, wgmma: bool) -> Bounds:
-    return Bounds(spec, token_tile, target, costs_of(target, wgmma, False), wgmma)
 
 
 def _has_room(order: SumOrder, tokens: int, row_blocks: int, warps_n: int, wgmma: bool) -> bool:
