@@ -7,6 +7,7 @@ wants, and makes a weight of these when they have come.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -25,7 +26,7 @@ from lowbit.pylib.checkpoints.registry import import_between, without_zero_bias
 from lowbit.pylib.checkpoints.transforms import Rotations, are_alike
 from lowbit.pylib.integrations.serving.names import BIAS
 from lowbit.pylib.nn.fuse import concatenated, why_apart
-from lowbit.pylib.nn.gated_linear import Gate, without_gate
+from lowbit.pylib.nn.gated_linear import Gate, with_gate, without_gate
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.rotated import Beside, RotatedLinear
@@ -74,6 +75,15 @@ class Rows(nn.ModuleList):
         """Returns layers with these weights that add a bias [n]: its memory is theirs."""
         begins = accumulate((layer.out_features for layer in self.linears), initial=0)
         return Rows([_with_bias(layer, bias[begin:]) for layer, begin in zip(self.linears, begins)], joined=True)
+
+    def with_gate(self, gate: Gate) -> Rows | None:
+        """Returns a layer with these weights that applies a gated activation; None for weights of several formats,
+        rotated ones, and those that can't be stored for a gate."""
+        if [type(layer) for layer in self.linears] != [LowbitLinear]:
+            return None
+        with suppress(SpecError, PackError):  # 16 rows share a second level, say
+            return Rows([LowbitLinear.from_packed(with_gate(self.linears[0].packed, gate))])
+        return None
 
     def plus(self, y: Tensor, bias: Tensor) -> Tensor:
         """Returns results y [..., n], and a bias [n] rotated as they have been, added up."""

@@ -25,6 +25,7 @@ from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.integrations.choose import check_names, wishes_without
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.serving.expert_sources import source_of_experts
+from lowbit.pylib.integrations.serving.gates import BeforeGate
 from lowbit.pylib.integrations.serving.names import Names
 from lowbit.pylib.integrations.serving.rows import ACTS, Source, check_whole, opened
 from lowbit.pylib.integrations.serving.startup import Limits, Startup, check_version
@@ -120,7 +121,10 @@ class LowbitServing(QuantizationConfig):
         with naming(prefix or type(layer).__name__):
             method = self._method(layer, prefix)
         if isinstance(method, Method):
-            self.startup.limits = _limits(get_current_vllm_config())
+            settings = get_current_vllm_config()
+            self.startup.limits = _limits(settings)
+            if isinstance(method, BeforeGate):
+                method.leaves_gate = settings.lora_config is not None
             method.report_to(self.startup, prefix or type(layer).__name__)
         return method
 

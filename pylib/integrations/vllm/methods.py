@@ -28,6 +28,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
+from lowbit.pylib.integrations.serving.gates import BeforeGate
 from lowbit.pylib.integrations.serving.held import check_like, dequantized, hold, none_came, own_tensors, packed_modules
 from lowbit.pylib.integrations.serving.names import parameter
 from lowbit.pylib.integrations.serving.rows import (
@@ -96,7 +97,7 @@ class Method:
                 layer.register_parameter("qweight" if first else f"lowbit{number}_{name}", tensor)
 
 
-class Multiplies(Method):
+class Multiplies(Method, BeforeGate):
     """Multiplies x by what the layer holds, which adds the layer's bias where vLLM would.
 
     What torch.compile traces is the operator on the layer's parameters, where that is all: to trace modules of modules
@@ -126,7 +127,14 @@ class Multiplies(Method):
         """Returns the weight [n, k] of this process in the type of x."""
         return dequantized(layer.lowbit)
 
-    def _with_bias(self, layer: Any, rows: Rows, columns: int) -> nn.Module:
+    def _with_rest(self, layer: Any, rows: Rows, columns: int) -> Rows:
+        """Returns rows that do what the model would do with their results: add the layer's bias, or apply the
+        activation behind a layer without one."""
+        if layer.bias is None and not getattr(layer, "gather_output", False):
+            return self.with_gate(layer, rows)
+        return self._with_bias(layer, rows, columns)
+
+    def _with_bias(self, layer: Any, rows: Rows, columns: int) -> Rows:
         """Returns rows that add the layer's bias themselves, where vLLM would add it to what they give."""
         bias: Tensor | None = layer.bias
         rows.check_adds(bias is not None and layer.skip_bias_add)
@@ -223,7 +231,7 @@ class SavedLinear(Multiplies, LinearMethodBase):
         for source in self.sources:
             source.check_bias(layer.bias is not None)
         put_bias_in_order(layer.bias, self.shares)
-        return self._with_bias(layer, Rows(self.parts(layer)), self.columns)
+        return self._with_rest(layer, Rows(self.parts(layer)), self.columns)
 
     def parts(self, layer: Any) -> list[Layer]:
         """Returns this process's parts of the modules, of tensors that have come; random ones if vLLM passes none."""
@@ -341,7 +349,7 @@ class OnLoadLinear(OnLoad):
 
     def make(self, layer: Any) -> nn.Module:
         """Returns the quantized layer."""
-        return self._with_bias(layer, self.quantized(layer), self.columns)
+        return self._with_rest(layer, self.quantized(layer), self.columns)
 
 
 class OnLoadHead(OnLoad):
