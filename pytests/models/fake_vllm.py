@@ -234,6 +234,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
         lora_config=None,
+        additional_config={},
     )
     return {
         "": {"__version__": VERSION},

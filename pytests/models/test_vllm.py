@@ -648,6 +648,16 @@ def test_kernels_are_compiled_behind_the_last_layer(
         mm.kernel(fake_vllm.TOKENS + 1)
 
 
+def test_what_vllm_has_compiled_is_of_these_formats(methods: Any, tmp_path: Path) -> None:
+    """vLLM finds it by its settings, and a folder may have another model's files next time."""
+    found: list[str] = []
+    for name, configs in (("a", U4), ("b", U4), ("c", {"*.k_proj": QuantConfig("u8", 64), "*": U4})):
+        saved(tmp_path / name, configs, seed=len(found))
+        started(methods, tmp_path / name)
+        found.append(methods.get_current_vllm_config().additional_config["lowbit"])
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(("variable", "value"), [("LOWBIT_NO_CACHE", "1"), ("LOWBIT_DUMP", "dump")])
 def test_kernels_are_compiled_while_loading_without_a_cache(
     variable: str, value: str, methods: Any, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture

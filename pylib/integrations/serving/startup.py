@@ -7,12 +7,13 @@ all: servers make it before they take requests.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build.ahead import MOST_JOBS, Ahead
+from lowbit.pylib.build.cache import source_fingerprint
 from lowbit.pylib.build.kernels import kernel_choices, kernels_up_to
 from lowbit.pylib.integrations.serving.experts import Experts
 from lowbit.pylib.matmul import compile
@@ -97,15 +99,19 @@ class MatmulKernels:
 class Startup:
     """The layers of one model, from when it is made until it is called.
 
-    log   where it says which kernels run, and what took how long
+    log       where it says which kernels run, and what took how long
+    identify  is called when all are loaded, with a text that is another for layers of other formats and for other
+              sources of lowbit
     """
 
     def __init__(self, log: logging.Logger = log) -> None:
         self.log = log
+        self.identify: Callable[[str], None] | None = None
         self.limits = Limits()
         self.seconds = 0.0  # in which weights were made
         self._waiting: set[int] = set()
         self._names: dict[Kind, Counter[str]] = {}
+        self._formats: set[tuple[str, str]] = set()
         self._unready: list[Kind] = []
         self._ahead: Ahead | None = None
 
@@ -132,6 +138,7 @@ class Startup:
                 self._compilers().start(self.limits.in_turn(kind.kernels(self.limits.tokens)))
                 self._unready.append(kind)
             self._names.setdefault(kind, Counter())[name.rpartition(".")[2]] += 1
+            self._formats.add((name, repr(kind)))
         self._waiting.discard(id(method))
         if not self._waiting:
             self._end()
@@ -144,6 +151,9 @@ class Startup:
 
     def _end(self) -> None:
         """Says what was loaded. Nothing is waited for, unless nobody will."""
+        if self.identify:
+            everything = repr((source_fingerprint(), sorted(self._formats)))
+            self.identify(hashlib.sha256(everything.encode()).hexdigest())
         for kind, layers in self._names.items():
             self.log.info("lowbit: %d x %s: %s", layers.total(), ", ".join(sorted(layers)), kind)
         self.log.info("lowbit: weights were made in %.1f s, reading not counted", self.seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class LowbitServing(QuantizationConfig):
             method = self._method(layer, prefix)
         if isinstance(method, Method):
             settings = get_current_vllm_config()
-            self.startup.limits = _limits(settings)
+            self.startup.limits, self.startup.identify = _limits(settings), partial(_identify, settings)
             if isinstance(method, BeforeGate):
                 method.leaves_gate = settings.lora_config is not None
             method.report_to(self.startup, prefix or type(layer).__name__)
@@ -211,6 +212,13 @@ def _limits(settings: Any) -> Limits:
     tokens = max(settings.scheduler_config.max_num_batched_tokens, *graphs)
     parallel = settings.parallel_config
     return Limits(tokens, parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size)
+
+
+def _identify(settings: Any, text: str) -> None:
+    """Notes what layers multiply by in settings by which vLLM finds what it has compiled at the next start. Else it
+    checks nothing but the sources that torch has traced."""
+    if isinstance(settings.additional_config, dict):
+        settings.additional_config["lowbit"] = text
 
 
 def _is_router(layer: object, prefix: str) -> bool:
