@@ -1186,6 +1186,7 @@ def test_saved_models(case: str, tmp_path: Path) -> None:
     folder = low_bit_model(tmp_path, name, **options)
     found = answers(folder)
     check(folder, found)
+    assert found["gates"] == (SIZES["num_hidden_layers"] if name == "qwen2" else 0)  # Llama's layers have a bias here
     dense = {"UnquantizedLinearMethod"} if case == "of several formats" else set()
     table = {"SavedEmbedding"} if "embeddings" in options else {"UnquantizedEmbeddingMethod"}
     assert set(found["kinds"]) == {"SavedLinear", *dense, *table, *(["SavedHead"] if "lm_head" in options else [])}

@@ -22,6 +22,11 @@ def kinds(model: Any) -> list[str]:
     return sorted({type(module.quant_method).__name__ for module in model.modules() if hasattr(module, "quant_method")})
 
 
+def gates(model: Any) -> int:
+    """Returns how many layers apply the activation behind them."""
+    return sum(getattr(getattr(module, "quant_method", None), "gate", None) is not None for module in model.modules())
+
+
 def main(arguments: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -44,6 +49,7 @@ def main(arguments: dict[str, Any]) -> None:
             for answer, prompt in zip(answers, PROMPTS)
         ],
         "kinds": llm.apply_model(kinds)[0],
+        "gates": llm.apply_model(gates)[0],
     }
     print(f"\n{json.dumps(found)}")
 
