@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy._core.multiarray import count_nonzero  # without axes, it takes a third of the time of NumPy's own
 
 Array = np.ndarray[Any, Any]
 
 
 def any_of(mask: Array) -> bool:
-    """Tells whether something in a mask is set. Of a few hundred lanes NumPy counts those that are in a tenth of the
+    """Tells whether something in a mask is set. Of a few hundred lanes NumPy counts those that are in a fifth of the
     time that `mask.any()` takes."""
-    return bool(count_nonzero(mask))
+    return bool(np.count_nonzero(mask))
 
 
 def any_outside(offset: Array, most: int) -> bool:
@@ -23,7 +22,7 @@ def any_outside(offset: Array, most: int) -> bool:
 
 def all_of(mask: Array) -> bool:
     """Tells whether all of a mask is set."""
-    return int(count_nonzero(mask)) == mask.size
+    return int(np.count_nonzero(mask)) == mask.size
 
 
 def distinct(values: Array) -> list[int]:
