@@ -7,9 +7,11 @@ import pickle
 import re
 import threading
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from sweeps import swept
 
 import lowbit
 from lowbit.passes.target import Target
@@ -37,8 +39,9 @@ def target(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("m", [1, 3, 8, 9, 33, 64, 70, 200])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("spec", "target", "m"), swept(product(SPECS, TARGETS, [1, 3, 8, 9, 33, 64, 70, 200])), ids=str
+)
 def test_numbers(spec: lowbit.MatmulSpec, target: str, m: int) -> None:
     x, *weight = random_problem(spec, m, seed=m)
     mm = lowbit.compile(spec, target)

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 from known_schedules import HOPPER, SPEC
+from sweeps import swept
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -15,7 +16,7 @@ from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.kernels.streaming.cost_model import predict, spills
-from lowbit.passes.kernels.streaming.plan import KernelPlan
+from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
 from lowbit.passes.kernels.streaming.search_space import all_schedules
 from lowbit.passes.scheduling.choice import TOKEN_TILES, Chooser, default_schedule, schedule_for
 from lowbit.passes.target import Target
@@ -113,15 +114,15 @@ def test_small_matrices_are_preloaded_by_rule(n: int, k: int, tile: int, shape: 
     assert not default_schedule(spec, min(tile, 64), parse_target("sm_80")).preload_weights
 
 
-@pytest.mark.parametrize("n", [1024, 2048, 6144, 14336])
-@pytest.mark.parametrize("weight", ["u4", "u3", "nf4"])
-@pytest.mark.parametrize("tile", [8, 64, 128])
+@pytest.mark.parametrize(
+    ("n", "weight", "tile"), swept(product([1024, 2048, 6144, 14336], ["u4", "u3", "nf4"], [8, 64, 128]))
+)
 def test_the_rule_with_wgmma_is_the_best_predicted(n: int, weight: str, tile: int) -> None:
     """About: of all schedules, not only of the few that there is time for."""
     spec = replace(SPEC, n=n, k=8192, weight=weight)
     s = min(FAMILIES["decode"].candidates(spec, tile, HOPPER), key=lambda s: predict(spec, tile, s, HOPPER))
     found = [e for e in all_schedules(spec, tile, HOPPER, FAMILIES["decode"]) if e.wgmma and e.warps_n <= 8]
-    every = [e for e in found if not e.preload_weights and not spills(KernelPlan(spec, e), HOPPER)]
+    every = (e for e in found if not e.preload_weights and not spills(known_plan(spec, e), HOPPER))
     assert s.wgmma
     most = 1.15 if s.preload_weights else 1.07  # preloaded weights take less time than is predicted
     assert predict(spec, tile, s, HOPPER) <= most * min(predict(spec, tile, each, HOPPER) for each in every)

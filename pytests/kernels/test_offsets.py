@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from emulated import exhaustive_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import swept
 from tables import table
 
 import lowbit
@@ -48,9 +50,10 @@ def test_every_code_is_exact_in_f32(weight: str, row_scales: bool) -> None:
     assert np.array_equal(w.dequantize().numpy(), by_hand(spec, dict(tensors)), equal_nan=True)
 
 
-@pytest.mark.parametrize("target", ["cpu", "emulator:sm_80"])
-@pytest.mark.parametrize("weight", ["u1", "u4", "i5", "f6e3m2", "f8e4m3", "f5e1m3"])
-@pytest.mark.parametrize("act", ["f16", "bf16"])
+@pytest.mark.parametrize(
+    ("weight", "act", "target"),
+    swept(product(["u1", "u4", "i5", "f6e3m2", "f8e4m3", "f5e1m3"], ["f16", "bf16"], ["cpu", "emulator:sm_80"])),
+)
 def test_targets_round_the_definition_once(weight: str, act: str, target: str) -> None:
     """A fused multiply-add would differ in the last bit of f32, and by that in a few numbers of the act type."""
     spec = MatmulSpec(40, 1536, weight, 32, zeros="offset", scale="f32", act=act, row_scales=act == "f16")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from emulated import Inputs, run_dequantize, run_matmul
 from every_kernel import KERNELS, TOKENS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sweeps import swept
 from torch import Tensor
 
 import lowbit
@@ -176,20 +178,18 @@ def test_every_way_to_split_the_work_counts_each_outlier_once(arch: str, schedul
     assert agrees(y, spec, x, tensors)
 
 
-@pytest.mark.parametrize("density", [0.01, 0.12])
-@pytest.mark.parametrize("act", ["f16", "bf16"])
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        Schedule(1, 2, 1, 1, 256, 2, spread_k=True),
-        Schedule(1, 1, 2, 2, 256, 3, spread_k=True),
-        Schedule(1, 1, 1, 1, 256, 2),
-        Schedule(8, 2, 1, 1, 256, 2),
-        Schedule(16, 1, 4, 1, 256, 1, wgmma=True, preload_weights=True, split_k=4, cluster=4),
-    ],
-    ids=["one token", "four warps", "columns", "8 tokens", "preloaded"],
-)
-def test_lines_beyond_those_fetched_early(schedule: Schedule, act: Any, density: float) -> None:
+BEYOND = {
+    "one token": Schedule(1, 2, 1, 1, 256, 2, spread_k=True),
+    "four warps": Schedule(1, 1, 2, 2, 256, 3, spread_k=True),
+    "columns": Schedule(1, 1, 1, 1, 256, 2),
+    "8 tokens": Schedule(8, 2, 1, 1, 256, 2),
+    "preloaded": Schedule(16, 1, 4, 1, 256, 1, wgmma=True, preload_weights=True, split_k=4, cluster=4),
+}
+
+
+@pytest.mark.parametrize(("name", "act", "density"), swept(product(BEYOND, ("f16", "bf16"), (0.01, 0.12))))
+def test_lines_beyond_those_fetched_early(name: str, act: Any, density: float) -> None:
+    schedule = BEYOND[name]
     spec = MatmulSpec(40, 1024, "u3", 16, zeros="float", outliers=True, act=act, out="f32")
     x, tensors = reference.random_inputs(spec, min(schedule.tokens, 5))
     tensors["outliers"] = outliers.draw(spec.n, spec.k, density, torch.Generator().manual_seed(1))
