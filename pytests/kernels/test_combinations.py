@@ -37,7 +37,7 @@ from torch import Tensor
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.streaming.scaling import Scaling
 from lowbit.pylib import matmul
-from lowbit.pylib.build.kernels import kernel_choices
+from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.check.cases import Case
 from lowbit.pylib.check.trial import try_case
 from lowbit.pylib.matmul import Matmul
@@ -165,7 +165,7 @@ CASES = integer_cases() + ARRAY.cases
 
 
 def cases_of(family: str, wanted: Callable[[MatmulSpec], bool] = lambda spec: True) -> Iterator[Case]:
-    """Yields the cases that a family of kernels serves; to choose kernels for all takes half a minute. In 8 bits one
+    """Yields the cases that a family of kernels serves; to choose kernels for all takes ten seconds. In 8 bits one
     group of many is less than rounding explains: the least groups come first, and numbers of rows that are served."""
     likely = [(number, case) for number, case in enumerate(CASES) if wanted(case.spec) and may_serve(family, case)]
     if family.startswith("eight_bit"):
@@ -194,7 +194,7 @@ def family_of_case(number: int) -> str:
     target = target_named(case.target)
     if not target.is_gpu:
         return "cpu"
-    request = kernel_choices(case.spec, target, case.schedule).launches(case.m)[0]
+    request = Artifacts(case.spec.for_rows(case.m), target, case.schedule).request_for(case.m)
     return request.family + (" with wgmma" if getattr(request.schedule, "wgmma", False) else "")
 
 
