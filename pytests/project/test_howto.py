@@ -41,7 +41,8 @@ def test_page(page: Path, repo: Path, tmp_path: Path) -> None:
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        # With what Python has compiled, but not what it is writing in another process.
+        shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("*.pyc.*"))
     else:
         shutil.copy(source, target)
 
