@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from lowbit.dialect.call import Act
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.pylib.quantization import hqq, rtn
 from lowbit.pylib.quantization.awq import awq
@@ -46,14 +49,21 @@ def quantize(
         example = "QuantConfig('u4', 128) or QuantConfig.preset('nf4')"
         raise SpecError(f"config={config!r} must be a QuantConfig, such as {example}")
     weight = _checked(weight)
-    config = config.multiplied_in("bf16" if weight.dtype is torch.bfloat16 else "f16")
-    config.spec(*weight.shape)  # raises where groups do not divide k
+    config = _for_shape(config, "bf16" if weight.dtype is torch.bfloat16 else "f16", *weight.shape)
     if not config.row_scales:
         quantized = _quantized(weight, config, calibration)
         check_scales(weight, quantized)
         return quantized
     factors = _row_factors(weight, config)
     return replace(_quantized(weight / factors[:, None], config, calibration), row_scales=factors)
+
+
+@lru_cache(maxsize=256)
+def _for_shape(config: QuantConfig, act: Act, n: int, k: int) -> QuantConfig:
+    """Returns a configuration with a type of scales. Raises SpecError where groups do not divide k."""
+    config = config.multiplied_in(act)
+    config.spec(n, k)
+    return config
 
 
 def _row_factors(weight: Tensor, config: QuantConfig) -> Tensor:
@@ -160,7 +170,7 @@ def _checked(weight: object) -> Tensor:
     if weight.itemsize < 2:
         rule = "multiply it by its scales in f32 first, or name the checkpoint that it is of: lowbit.load_checkpoint"
         raise QuantizeError(f"weight is {weight.dtype}, codes of 8 bits; {rule}")
-    if not all(end.isfinite() for end in weight.aminmax()):  # in a tenth of the time of looking at each
+    if not all(map(math.isfinite, weight.aminmax())):  # in a tenth of the time of looking at each
         wrong = ~weight.isfinite()
         row, column = wrong.nonzero()[0].tolist()
         value = float(weight[row, column])
@@ -171,7 +181,8 @@ def _checked(weight: object) -> Tensor:
 def _finish(config: QuantConfig, codes: Codes, column_scales: Tensor | None = None) -> QuantizedWeight:
     """Returns codes with scales and zeros in the types of the configuration."""
     scales, zeros = _fitting("scale", config.scale_type, codes.scales), None
-    _fitting("zero", "f16", codes.zeros)
+    if config.zeros != "none":
+        _fitting("zero", "f16", codes.zeros)
     if config.zeros == "int":
         zeros = codes.zeros.to(torch.int32)
     elif config.zeros == "float":
@@ -181,8 +192,7 @@ def _finish(config: QuantConfig, codes: Codes, column_scales: Tensor | None = No
 
 def _fitting(name: str, kind: str, table: Tensor) -> Tensor:
     """Returns numbers in their type. Raises QuantizeError for one that is beyond it."""
-    wrong = ~table.isfinite()
-    if bool(wrong.any()):
-        row, group = wrong.nonzero()[0].tolist()
+    if not all(map(math.isfinite, table.aminmax())):
+        row, group = (~table.isfinite()).nonzero()[0].tolist()
         raise QuantizeError(f"group {group} of row {row} needs a {name} beyond {kind}; use scale='bf16' or 'f32'")
     return table.to(TORCH[kind])

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.dialect.formats.dtypes import DType
 from lowbit.pylib.quantization.cells import Cells
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.weights.packed import TORCH
@@ -69,11 +71,9 @@ class Grid:
         self.group_size = config.group_size or k
         self.integer = config.dtype.kind in ("uint", "int")
         self.code_type = torch.int8 if config.dtype.kind == "int" else torch.uint8
-        values = config.dtype.values()
-        finite = values[np.isfinite(values)]
-        self.least, self.most = float(finite.min()), float(finite.max())
+        self.least, self.most = _ends(config.dtype)
         if not self.integer:
-            self._values = torch.from_numpy(np.nan_to_num(values)).float().to(device)
+            self._values = torch.from_numpy(np.nan_to_num(config.dtype.values())).float().to(device)
             bounds, codes = _decisions(config)
             self._cells, self._codes = Cells(torch.from_numpy(bounds).to(device)), torch.from_numpy(codes).to(device)
             self._levels = self._values[self._codes.int()]  # in ascending order
@@ -256,6 +256,14 @@ def _power_below(x: Tensor) -> Tensor:
     """Returns the largest power of two that is not above x, for x > 0; else 0."""
     mantissa, exponent = torch.frexp(x)
     return torch.where(x > 0, torch.ldexp(torch.ones_like(mantissa), exponent - 1), 0.0)
+
+
+@lru_cache(maxsize=256)
+def _ends(kind: DType) -> tuple[float, float]:
+    """Returns the least and the largest level."""
+    values = kind.values()
+    finite = values[np.isfinite(values)]
+    return float(finite.min()), float(finite.max())
 
 
 def _decisions(config: QuantConfig) -> tuple[Any, Any]:

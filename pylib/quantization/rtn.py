@@ -130,7 +130,7 @@ def _tried(grid: Grid) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns which parts of a group's own range are tried, and by which steps the best of them is then changed."""
     if grid.config.clip != "output":
         return tuple(RATIOS[1:]), ()
-    return (*COARSE[1:], *(-ratio for ratio in COARSE if grid.has_a_longer_side)), FINE
+    return (*COARSE[1:], *((-ratio for ratio in COARSE) if grid.has_a_longer_side else ())), FINE
 
 
 class _Search:
