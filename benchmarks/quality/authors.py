@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from benchmarks.quality import adapters
 from benchmarks.quality.layers import TEXTS, Layer
 from benchmarks.quality.ranges import by_kurtosis, loss_of
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import over_draws, verdict, worst
+from benchmarks.quality.spread import Ratio, over_draws, verdict, worst
 from benchmarks.tables import markdown
 
 SECTION = Section("authors", "authors")
@@ -123,9 +123,12 @@ def table(records: list[Record]) -> str:
 
 
 def _row(name: str, records: list[Record], parts: Iterable[list[Record]]) -> list[str]:
-    def held(record: Record) -> float:
-        return record["ratios"][name][0]
-
-    means, other = [over_draws(part, held) for part in parts], over_draws(records, lambda each: each["ratios"][name][1])
+    held, of_other = (partial(_ratio, name, text) for text in (0, 1))
+    means, other = [over_draws(part, held) for part in parts], over_draws(records, of_other)
     layer = worst(records, held)[1]
     return [name, *map(str, (*means, layer, other)), verdict([*means, other], layer)]
+
+
+def _ratio(name: str, text: int, record: Record) -> Ratio:
+    """Returns a ratio on held-out or on other text (1), whose deviation over rows was not measured."""
+    return record["ratios"][name][text], 0.0

@@ -82,5 +82,5 @@ def _row(name: str, width: str, records: list[Record]) -> list[str]:
 
 
 def relative(name: str, records: list[Record], number: Callable[[Record], float]) -> Spread:
-    """Returns a number of what a method has measured relative to GPTQ's, over draws."""
-    return over_draws(records, lambda each: number(each["methods"][name]) / number(each["methods"][BASE]))
+    """Returns a number of what a method has measured relative to GPTQ's, over draws; not over rows."""
+    return over_draws(records, lambda each: (number(each["methods"][name]) / number(each["methods"][BASE]), 0.0))

@@ -36,12 +36,16 @@ CONFIGS: Mapping[str, lowbit.QuantConfig] = {
 WORST = 1.02  # of the whole range's error, which no layer may exceed on held-out text but by chance (`roundings`)
 
 
+def errors_of(layer: Layer, found: Tensor, text: str) -> Tensor:
+    """Returns the squared output error on a text of each row [n] of a layer whose weight [n, k] some method found."""
+    return output_errors((found - layer.weight).double(), layer.moments[text].hessian)
+
+
 def loss_of(layer: Layer, found: Tensor, text: str) -> float:
     """Returns the squared output error of a layer on a text with a weight [n, k] that some method found, relative to
     the output's own square."""
-    hessian = layer.moments[text].hessian
-    errors = [output_errors(each.double(), hessian).sum() for each in (found - layer.weight, layer.weight)]
-    return float(errors[0] / errors[1])
+    errors, outputs = (errors_of(layer, each, text).sum() for each in (found, torch.zeros_like(found)))
+    return float(errors / outputs)
 
 
 @torch.no_grad()
@@ -106,11 +110,11 @@ def table(records: list[Record]) -> str:
 
 
 def _row(name: str, records: list[Record], parts: Iterable[list[Record]]) -> list[str]:
-    means = [str(over_draws(part, lambda each: each["ratios"][name])) for part in parts]
+    means = [str(over_draws(part, lambda each: (each["ratios"][name], 0.0))) for part in parts]
     (layer, ratio), (_, other) = worst_of(name, records), worst_of(name, records, "other")
     return [name, *means, f"{ratio:.3f}", layer, f"{other:.3f}"]
 
 
 def worst_of(name: str, records: list[Record], text: str = "ratios") -> tuple[str, Spread]:
     """Returns the layer in which a configuration costs most, on a text as records call it, and the ratio of errors."""
-    return worst(records, lambda each: each[text][name])
+    return worst(records, lambda each: (each[text][name], 0.0))

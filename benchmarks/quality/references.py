@@ -24,9 +24,9 @@ from torch import Tensor
 
 import lowbit
 from benchmarks.quality.layers import TEXTS, Layer, layers
-from benchmarks.quality.ranges import loss_of
+from benchmarks.quality.ranges import errors_of
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Spread, over_draws, verdict, worst
+from benchmarks.quality.spread import Ratio, Spread, over_draws, ratio_of, verdict, worst
 from benchmarks.tables import markdown
 
 SECTION = Section("references", "references")
@@ -90,7 +90,7 @@ def measure(ggml: Ggml, given: Iterable[Layer]) -> Iterator[Record]:
 
 
 def _compared(ggml: Ggml, name: str, layer: Layer, importances: bool) -> Record:
-    calibration, losses = layer.moments["calibration"] if importances else None, list[Any]()
+    calibration, weights = layer.moments["calibration"] if importances else None, list[Tensor]()
     _rounded(_ours, name, layer.weight[:16], calibration)  # compiles, or loads, what later calls have
     seconds: list[list[float]] = [[], []]
     for turn in range(TURNS):
@@ -99,8 +99,8 @@ def _compared(ggml: Ggml, name: str, layer: Layer, importances: bool) -> Record:
             rounded = _rounded(method, name, layer.weight, calibration)
             taken.append(time.process_time() - start)
             if turn == 0:
-                losses.append([loss_of(layer, rounded, text) for text in TEXTS[1:]])
-    errors = [round(ours / theirs, 4) for ours, theirs in zip(*losses)]
+                weights.append(rounded)
+    errors = [ratio_of(*(errors_of(layer, weight, text) for weight in weights)) for text in TEXTS[1:]]
     return {"errors": errors, "seconds": [round(min(each), 5) for each in seconds]}
 
 
@@ -126,7 +126,7 @@ def errors(name: str, given: str, records: list[Record], text: int = 0) -> tuple
     """Returns the ratio of errors of a type over draws, on held-out text or on other text (1): the mean over layers,
     and the worst layer's."""
 
-    def ratio(record: Record) -> float:
+    def ratio(record: Record) -> Ratio:
         return record["importances"][given][name]["errors"][text]
 
     return over_draws(records, ratio), worst(records, ratio)[1]

@@ -1,10 +1,9 @@
 """Where the default search for ranges seems to cost a layer more than it may: how much of that is chance.
 
-The output error of a layer is a sum over its rows, of which each is rounded by itself. So a ratio of two such errors
-has a deviation over rows (rows are drawn anew, with replacement: the bootstrap); where most of what the inputs are
-is one direction, or few rows have large weights, it is large. And the ratio is taken again for other roundings of the
-same layer: with its columns in other orders, so that others share a scale; with ranges that are a little wider, where
-a row has one scale; and of the weight times a factor, where scales are powers of two.
+The table has the deviation over rows of a ratio (`spread`): where most of what the inputs are is one direction, or few
+rows have large weights, it is large. And the ratio is taken again for other roundings of the same layer: with its
+columns in other orders, so that others share a scale; with ranges that are a little wider, where a row has one scale;
+and of the weight times a factor, where scales are powers of two.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 import lowbit
 from benchmarks.quality import ranges
 from benchmarks.quality.layers import Layer
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Spread
+from benchmarks.quality.spread import Ratio, Spread, ratio_of
 from benchmarks.tables import markdown
-from lowbit.pylib.quantization.calibration import output_errors
 
 SECTION = Section("roundings", "roundings")
 OTHERS = 7  # other roundings of a layer
-RESAMPLES = 1000  # of its rows
 
 
 @torch.no_grad()
@@ -38,7 +34,7 @@ def measure(found: Iterable[Layer]) -> Iterator[Record]:
             config = ranges.CONFIGS[name]
             ratio, deviation = over_rows(layer, config)
             others = [round(held, 4) for held, _ in of_other_roundings(layer, config)]
-            measured = {"ratio": round(ratio, 4), "deviation": round(deviation, 4), "others": others}
+            measured = {"ratio": ratio, "deviation": deviation, "others": others}
             yield {**layer.about, "config": name, **measured}
 
 
@@ -53,17 +49,11 @@ def too_large(records: list[Record]) -> Iterator[tuple[str, str]]:
         yield from ((name, layer) for layer, found in by_layer.items() if statistics.fmean(found) > ranges.WORST)
 
 
-def over_rows(layer: Layer, config: lowbit.QuantConfig) -> tuple[float, float]:
-    """Returns the ratio of errors on held-out text, and its standard deviation over choices of rows."""
-    searched, whole = (_errors(layer, each) for each in (config, replace(config, clip="max")))
-    drawn = torch.randint(len(whole), (RESAMPLES, len(whole)), generator=torch.Generator().manual_seed(0))
-    return float(searched.sum() / whole.sum()), float((searched[drawn].sum(1) / whole[drawn].sum(1)).std())
-
-
-def _errors(layer: Layer, config: lowbit.QuantConfig) -> Tensor:
-    """Returns the squared output error of each row [n] on held-out text."""
-    found = lowbit.quantize(layer.weight, config, layer.moments["calibration"]).dequantize()
-    return output_errors((found - layer.weight).double(), layer.moments["held out"].hessian.double())
+def over_rows(layer: Layer, config: lowbit.QuantConfig) -> Ratio:
+    """Returns the ratio of errors on held-out text."""
+    both, calibration = (config, replace(config, clip="max")), layer.moments["calibration"]
+    found = [lowbit.quantize(layer.weight, each, calibration) for each in both]
+    return ratio_of(*(ranges.errors_of(layer, each.dequantize(), "held out") for each in found))
 
 
 def of_other_roundings(layer: Layer, config: lowbit.QuantConfig) -> list[list[float]]:

@@ -1,6 +1,8 @@
-"""Ratios of errors over draws of data: their mean, how far they are apart, and the words for them.
+"""Ratios of errors of layers: their mean, how much of them is chance, and the words for them.
 
-A draw is a part of each text that no other draw has (`layers.DRAWS`).
+Two kinds of chance are added in quadrature: which text was drawn (a draw is a part of each text that no other draw has,
+`layers.DRAWS`), and which rows a layer has. An output error is a sum over rows, each of which is rounded by itself; so
+rows are drawn anew, with replacement (the bootstrap).
 """
 
 from __future__ import annotations
@@ -10,17 +12,30 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from benchmarks.quality.section import Record
 
 FAIR = 1.03  # of the others' error, up to which ours counts as equal
+RESAMPLES = 1000  # of the rows of a layer
+Ratio = Sequence[float]
+"""A ratio of two errors, and its standard deviation over choices of rows; 0 where that was not measured."""
+
+
+def ratio_of(errors: Tensor, others: Tensor) -> list[float]:
+    """Returns the ratio of a layer's error to another, as `Ratio`; both for each row [n]."""
+    drawn = torch.randint(len(errors), (RESAMPLES, len(errors)), generator=torch.Generator().manual_seed(0))
+    deviation = (errors[drawn].sum(1) / others[drawn].sum(1)).std()
+    return [round(float(each), 4) for each in (errors.sum() / others.sum(), deviation)]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over draws.
+    """A number, and how much of it is chance.
 
-    mean       over the draws
-    deviation  their standard deviation; None of one draw
+    mean       over draws
+    deviation  its standard deviation; None where it is not known
     """
 
     mean: float
@@ -45,27 +60,44 @@ def mean(numbers: Iterable[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, numbers)))
 
 
-def over_draws(records: Iterable[Record], ratio: Callable[[Record], float]) -> Spread:
-    """Returns the geometric mean of a ratio over layers, each with the mean over its draws. The deviation is that of
-    the mean over the layers that have the most draws: rather too large, where these are few."""
-    by_layer = {layer: list(map(ratio, found)) for layer, found in _by_layer(records).items()}
-    draws = max(map(len, by_layer.values()))
-    of_all = mean(map(statistics.fmean, by_layer.values()))
-    drawn = [mean(each) for each in zip(*(found for found in by_layer.values() if len(found) == draws), strict=True)]
-    return Spread(of_all, Spread.of(drawn).deviation)
+def over_draws(records: Iterable[Record], ratio: Callable[[Record], Ratio]) -> Spread:
+    """Returns the geometric mean of a ratio over layers, each with the mean over its draws. The deviation over texts is
+    that of the mean over the layers that have the most draws: rather too large, where these are few."""
+    by_layer = list(_by_layer(records, ratio).values())
+    draws = max(map(len, by_layer))
+    means = [Spread.of([mean for mean, _ in found]).mean for found in by_layer]
+    of_all = mean(means)
+    drawn = [mean(each for each, _ in found) for found in zip(*(found for found in by_layer if len(found) == draws))]
+    parts = [_of_rows(found) / each for found, each in zip(by_layer, means)]
+    return Spread(of_all, _both(Spread.of(drawn).deviation, of_all * math.hypot(*parts) / len(parts)))
 
 
-def worst(records: Iterable[Record], ratio: Callable[[Record], float]) -> tuple[str, Spread]:
+def worst(records: Iterable[Record], ratio: Callable[[Record], Ratio]) -> tuple[str, Spread]:
     """Returns the layer whose mean ratio over its draws is the largest, and that ratio."""
-    found = {layer: Spread.of(list(map(ratio, of))) for layer, of in _by_layer(records).items()}
+    found = {layer: _of_layer(measured) for layer, measured in _by_layer(records, ratio).items()}
     return max(found.items(), key=lambda each: each[1].mean)
 
 
-def _by_layer(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Returns the records of each layer, by draw."""
-    found: dict[str, list[Record]] = {}
+def _of_layer(found: Sequence[Ratio]) -> Spread:
+    """Returns the ratio of a layer, of which there is one for each draw."""
+    over_texts = Spread.of([mean for mean, _ in found])
+    return Spread(over_texts.mean, _both(over_texts.deviation, _of_rows(found)))
+
+
+def _of_rows(found: Sequence[Ratio]) -> float:
+    """Returns the deviation over rows of a layer, which are the same in all draws."""
+    return statistics.fmean(deviation for _, deviation in found)
+
+
+def _both(of_texts: float | None, of_rows: float) -> float | None:
+    return math.hypot(of_texts or 0.0, of_rows) if of_rows else of_texts
+
+
+def _by_layer(records: Iterable[Record], ratio: Callable[[Record], Ratio]) -> dict[str, list[Ratio]]:
+    """Returns the ratios of each layer, by draw."""
+    found: dict[str, list[Ratio]] = {}
     for record in sorted(records, key=lambda each: each["draw"]):
-        found.setdefault(record["layer"], []).append(record)
+        found.setdefault(record["layer"], []).append(ratio(record))
     return found
 
 

@@ -394,13 +394,24 @@ def test_spread_over_draws() -> None:
     """Of layers' geometric mean, by those that were drawn most often."""
     ratios = {("a", 0): 1.0, ("a", 1): 4.0, ("b", 0): 1.0, ("b", 1): 1.0, ("c", 0): 3.2}
     records = [{"layer": layer, "draw": draw, "ratio": ratio} for (layer, draw), ratio in ratios.items()]
-    found = spread.over_draws(records, lambda each: each["ratio"])
+    found = spread.over_draws(records, lambda each: (each["ratio"], 0.0))
     assert found.mean == pytest.approx(2) and found.deviation == pytest.approx(1 / math.sqrt(2))
-    layer, worst = spread.worst(records, lambda each: each["ratio"])
-    assert layer == "c" and str(worst) == "3.20"
-    _, worst = spread.worst(records[:4], lambda each: each["ratio"])
+    found = spread.over_draws(records, lambda each: (each["ratio"], 0.3 * (each["layer"] != "b")))
+    assert found.deviation == pytest.approx(math.hypot(1 / math.sqrt(2), 2 * 0.3 / 2.5 / 3, 2 * 0.3 / 3.2 / 3))
+    layer, worst = spread.worst(records, lambda each: (each["ratio"], 0.25))
+    assert layer == "c" and str(worst) == "3.20 ± 0.25"
+    _, worst = spread.worst(records[:4], lambda each: (each["ratio"], 0.0))
     assert f"{worst} or {worst:+.1f}" == "2.50 ± 2.12 or +2.5 ± 2.1"
     assert spread.Spread.of([0.5]) == spread.Spread(0.5, None)
+
+
+def test_a_ratio_of_errors_has_a_deviation_over_rows() -> None:
+    """Of errors that have nothing to do with each other, by the rule for quotients; of equal ones, there is none."""
+    ours, theirs = torch.rand(2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    ratio, deviation = spread.ratio_of(ours, theirs)
+    assert ratio == pytest.approx(float(ours.sum() / theirs.sum()), abs=1e-4)
+    assert deviation == pytest.approx(ratio * math.hypot(*(12**-0.5 / 20 for _ in range(2))), rel=0.15)
+    assert spread.ratio_of(3 * ours, ours) == [3, 0]
 
 
 def _found(weight: torch.Tensor, config: lowbit.QuantConfig) -> adapters.Found:
