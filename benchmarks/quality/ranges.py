@@ -2,7 +2,8 @@
 
 Layers are those of several models (`layers.py`). The table has the squared output error on held-out text relative to
 that with whole ranges: the geometric mean over the layers with few large weights (kurtosis above 10) and over the
-others, the worst of all, and the worst on text of another kind. A method with data has seen the calibration text.
+others, the worst of all, and the worst on text of another kind, each with its chance (`spread`). A method with data has
+seen the calibration text.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 import lowbit
 from benchmarks.quality.layers import LARGE, TEXTS, Layer
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Spread, over_draws, worst
+from benchmarks.quality.spread import Spread, over_draws, ratio_of, worst
 from benchmarks.tables import markdown
 from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.grid import Grid
@@ -38,7 +39,7 @@ WORST = 1.02  # of the whole range's error, which no layer may exceed on held-ou
 
 def errors_of(layer: Layer, found: Tensor, text: str) -> Tensor:
     """Returns the squared output error on a text of each row [n] of a layer whose weight [n, k] some method found."""
-    return output_errors((found - layer.weight).double(), layer.moments[text].hessian)
+    return output_errors((found - layer.weight).double(), layer.moments[text].hessian.double())
 
 
 def loss_of(layer: Layer, found: Tensor, text: str) -> float:
@@ -50,8 +51,8 @@ def loss_of(layer: Layer, found: Tensor, text: str) -> float:
 
 @torch.no_grad()
 def measure(found: Iterable[Layer]) -> Iterator[Record]:
-    """Yields a record for each layer and draw: its kurtosis, and by configuration the ratio of errors, on held-out and
-    other text."""
+    """Yields a record for each layer and draw: its kurtosis, and by configuration the ratio of errors (`Ratio`), on
+    held-out and other text."""
     for layer in found:
         by_name = {name: ratios(layer, config) for name, config in CONFIGS.items() if _fits(layer, config)}
         held, other = ({name: both[text] for name, both in by_name.items()} for text in (0, 1))
@@ -63,33 +64,31 @@ def _fits(layer: Layer, config: lowbit.QuantConfig) -> bool:
     return config.group_size is None or layer.weight.shape[1] % config.group_size == 0
 
 
-def ratios(layer: Layer, config: lowbit.QuantConfig) -> list[float]:
-    """Returns the ratio of errors on held-out and on other text."""
+def ratios(layer: Layer, config: lowbit.QuantConfig) -> list[list[float]]:
+    """Returns the ratio of errors (`Ratio`) on held-out and on other text."""
     weights = [
         lowbit.quantize(layer.weight, each, layer.moments["calibration"]).dequantize()
         for each in (config, replace(config, clip="max"))
     ]
-    losses = [[loss_of(layer, weight, text) for weight in weights] for text in TEXTS[1:]]
-    return [round(searched / whole, 4) for searched, whole in losses]
+    return [ratio_of(*(errors_of(layer, weight, text) for weight in weights)) for text in TEXTS[1:]]
 
 
 @torch.no_grad()
-def with_wider_ranges(layer: Layer, config: lowbit.QuantConfig, factors: Iterable[float]) -> list[list[float]]:
-    """Returns the ratios of errors on held-out and on other text where all ranges, searched and whole ones, are wider
-    by each of some factors near 1: how much of a ratio is how weights happen to be rounded.
+def with_wider_ranges(layer: Layer, config: lowbit.QuantConfig, factor: float) -> list[list[float]]:
+    """Returns `ratios` where all ranges, searched and whole ones, are wider by a factor near 1: how much of a ratio is
+    how weights happen to be rounded.
 
     config   of rounding to nearest, with one level of scales
     """
     grid = Grid(config.multiplied_in("f16"), layer.weight.shape[1], layer.weight.device)
     low, high = grid.groups(layer.weight).aminmax(dim=-1)
 
-    def error(span: Range, factor: float, text: str) -> float:
+    def wider(span: Range) -> Tensor:
         scales, zeros = grid.fit(low * span.ratio * factor, high * span.ratio * factor)
-        return loss_of(layer, grid.dequantize(grid.quantize(layer.weight, scales, zeros)), text)
+        return grid.dequantize(grid.quantize(layer.weight, scales, zeros))
 
-    spans = search(layer.weight, grid), whole(layer.weight, grid)
-    errors = [[[error(span, factor, text) for text in TEXTS[1:]] for span in spans] for factor in factors]
-    return [[round(a / b, 4) for a, b in zip(searched, plain)] for searched, plain in errors]
+    weights = [wider(span) for span in (search(layer.weight, grid), whole(layer.weight, grid))]
+    return [ratio_of(*(errors_of(layer, weight, text) for weight in weights)) for text in TEXTS[1:]]
 
 
 def by_kurtosis(records: list[Record]) -> dict[str, list[Record]]:
@@ -110,11 +109,11 @@ def table(records: list[Record]) -> str:
 
 
 def _row(name: str, records: list[Record], parts: Iterable[list[Record]]) -> list[str]:
-    means = [str(over_draws(part, lambda each: (each["ratios"][name], 0.0))) for part in parts]
+    means = [str(over_draws(part, lambda each: each["ratios"][name])) for part in parts]
     (layer, ratio), (_, other) = worst_of(name, records), worst_of(name, records, "other")
     return [name, *means, f"{ratio:.3f}", layer, f"{other:.3f}"]
 
 
 def worst_of(name: str, records: list[Record], text: str = "ratios") -> tuple[str, Spread]:
     """Returns the layer in which a configuration costs most, on a text as records call it, and the ratio of errors."""
-    return worst(records, lambda each: (each[text][name], 0.0))
+    return worst(records, lambda each: each[text][name])

@@ -18,7 +18,7 @@ import lowbit
 from benchmarks.quality import ranges
 from benchmarks.quality.layers import Layer
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Ratio, Spread, ratio_of
+from benchmarks.quality.spread import Spread
 from benchmarks.tables import markdown
 
 SECTION = Section("roundings", "roundings")
@@ -32,10 +32,8 @@ def measure(found: Iterable[Layer]) -> Iterator[Record]:
     for layer in found:
         for name in (name for name, label in above if label == layer.label):
             config = ranges.CONFIGS[name]
-            ratio, deviation = over_rows(layer, config)
-            others = [round(held, 4) for held, _ in of_other_roundings(layer, config)]
-            measured = {"ratio": ratio, "deviation": deviation, "others": others}
-            yield {**layer.about, "config": name, **measured}
+            others = [held for (held, _), _ in of_other_roundings(layer, config)]
+            yield {**layer.about, "config": name, "ratio": ranges.ratios(layer, config)[0], "others": others}
 
 
 def too_large(records: list[Record]) -> Iterator[tuple[str, str]]:
@@ -45,24 +43,17 @@ def too_large(records: list[Record]) -> Iterator[tuple[str, str]]:
         by_layer: dict[str, list[float]] = {}
         for each in records:
             if name in each["ratios"]:
-                by_layer.setdefault(each["layer"], []).append(each["ratios"][name])
+                by_layer.setdefault(each["layer"], []).append(each["ratios"][name][0])
         yield from ((name, layer) for layer, found in by_layer.items() if statistics.fmean(found) > ranges.WORST)
 
 
-def over_rows(layer: Layer, config: lowbit.QuantConfig) -> Ratio:
-    """Returns the ratio of errors on held-out text."""
-    both, calibration = (config, replace(config, clip="max")), layer.moments["calibration"]
-    found = [lowbit.quantize(layer.weight, each, calibration) for each in both]
-    return ratio_of(*(ranges.errors_of(layer, each.dequantize(), "held out") for each in found))
-
-
-def of_other_roundings(layer: Layer, config: lowbit.QuantConfig) -> list[list[float]]:
-    """Returns the ratios of errors on held-out and on other text for OTHERS other roundings."""
+def of_other_roundings(layer: Layer, config: lowbit.QuantConfig) -> list[list[list[float]]]:
+    """Returns `ranges.ratios` for OTHERS other roundings."""
     if config.scale == "e8m0":
         factors = [2 ** (i / (OTHERS + 1)) for i in range(1, OTHERS + 1)]
         return [ranges.ratios(replace(layer, weight=layer.weight * factor), config) for factor in factors]
     if config.group_size is None:
-        return ranges.with_wider_ranges(layer, config, [1 + 0.005 * i for i in range(1, OTHERS + 1)])
+        return [ranges.with_wider_ranges(layer, config, 1 + 0.005 * i) for i in range(1, OTHERS + 1)]
     return [ranges.ratios(_in_other_order(layer, seed), config) for seed in range(OTHERS)]
 
 
@@ -89,5 +80,5 @@ def table(records: list[Record]) -> str:
 
 
 def _row(layer: str, config: str, found: list[Record]) -> list[str]:
-    ratio, deviation = (statistics.fmean(each[key] for each in found) for key in ("ratio", "deviation"))
+    ratio, deviation = map(statistics.fmean, zip(*(each["ratio"] for each in found)))
     return [layer, config, f"{ratio:.3f}", f"{deviation:.3f}", f"{others(found):.3f}"]

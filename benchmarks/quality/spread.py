@@ -62,13 +62,14 @@ def mean(numbers: Iterable[float]) -> float:
 
 def over_draws(records: Iterable[Record], ratio: Callable[[Record], Ratio]) -> Spread:
     """Returns the geometric mean of a ratio over layers, each with the mean over its draws. The deviation over texts is
-    that of the mean over the layers that have the most draws: rather too large, where these are few."""
+    that of the mean over the layers that have the most draws: rather too large, where these are few. Over rows it is by
+    how much logarithms grow with the deviation of each layer."""
     by_layer = list(_by_layer(records, ratio).values())
     draws = max(map(len, by_layer))
     means = [Spread.of([mean for mean, _ in found]).mean for found in by_layer]
     of_all = mean(means)
     drawn = [mean(each for each, _ in found) for found in zip(*(found for found in by_layer if len(found) == draws))]
-    parts = [_of_rows(found) / each for found, each in zip(by_layer, means)]
+    parts = [math.log1p(_of_rows(found) / each) for found, each in zip(by_layer, means)]
     return Spread(of_all, _both(Spread.of(drawn).deviation, of_all * math.hypot(*parts) / len(parts)))
 
 
