@@ -182,6 +182,9 @@ class Beside(Rotation):
         ranges = input.split(self.sizes, -1)
         return torch.cat([part(x) for part, x in zip(self.parts, ranges)], -1)
 
+    def extra_repr(self) -> str:
+        return f"sizes={self.sizes}"
+
     def is_by_row(self, target: str) -> bool:
         return all(rotation.is_by_row(target) for part in self.parts for rotation in cast(list[Rotation], part))
 

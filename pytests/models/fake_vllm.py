@@ -234,10 +234,10 @@ def _modules() -> dict[str, dict[str, Any]]:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
         lora_config=None,
-        additional_config={},
     )
     return {
         "": {"__version__": VERSION},
+        "envs": {"environment_variables": {}},
         "config": {"get_current_vllm_config": lambda: settings},
         "distributed.parallel_state": {"get_tensor_model_parallel_rank": lambda: 0},
         f"{layers}.fused_moe": {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},

@@ -51,6 +51,13 @@ class Clamped(nn.Module):
         return F.silu(gate).clamp(max=3) * up
 
 
+class Raises(nn.Module):
+    """A kernel that takes no such numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(x.shape)
+
+
 class Down(nn.Module):
     quant_method = None
 
@@ -116,6 +123,12 @@ class AlsoOfAnother(Network):
         return self.down_proj(self.act_fn(self.gate_up_proj(x)[0]))[0] + self.act_fn(self.expert_gate(x)[0])
 
 
+class GivesMore(Network):
+    def forward(self, x: Tensor) -> Any:
+        h, _ = self.gate_up_proj(x)
+        return self.down_proj(self.act_fn(h))[0], h
+
+
 class Asks(Network):
     """Does what it does by more than x."""
 
@@ -138,7 +151,9 @@ def test_an_activation_is_found(kind: type[Network]) -> None:
     assert activation_behind(network, network.down_proj) is None
 
 
-@pytest.mark.parametrize("kind", [AddsBefore, AddsBehind, Halves, Scaled, Twice, AlsoOfAnother, Asks, Without])
+@pytest.mark.parametrize(
+    "kind", [AddsBefore, AddsBehind, Halves, Scaled, Twice, AlsoOfAnother, GivesMore, Asks, Without]
+)
 def test_another_way_to_the_activation_is_not(kind: type[Network]) -> None:
     network = kind(Down(), SiluAndMul())
     assert activation_behind(network, network.gate_up_proj) is None
@@ -169,7 +184,7 @@ def methods() -> Iterator[Any]:
 def layer_of(methods: Any, configs: Sequence[QuantConfig] = (U4, U4), **about: Any) -> fake_vllm.Linear:
     method = methods.OnLoadLinear("gate_up_proj", configs)
     method.leaves_gate = about.pop("leaves_gate", False)
-    return fake_vllm.Linear(method, HIDDEN, (INNER, INNER), return_bias=False, **about)
+    return fake_vllm.Linear(method, about.pop("columns", HIDDEN), (INNER, INNER), return_bias=False, **about)
 
 
 def weight(seed: int) -> Tensor:
@@ -213,8 +228,10 @@ def test_a_layer_applies_the_activation(act_fn: type[nn.Module], methods: Any) -
     [
         ((U4, QuantConfig("u8", 64)), SiluAndMul, {}),  # two matmuls
         ((U4, U4), Clamped, {}),
+        ((U4, U4), Raises, {}),
         ((U4, U4), SiluAndMul, {"leaves_gate": True}),
         ((U4, U4), SiluAndMul, {"gather_output": True}),
+        ((U4, U4), SiluAndMul, {"columns": 2 * HIDDEN, "columns_here": HIDDEN, "tp_size": 2}),  # which are added up
     ],
 )
 def test_a_layer_leaves_the_activation_to_the_network(
@@ -230,6 +247,25 @@ def test_a_layer_with_a_bias_leaves_the_activation(methods: Any) -> None:
     network = Plain(layer := layer_of(methods, bias=True), GeluAndMul())
     fake_vllm.load(layer, {"weight": weight(0)}, torch.zeros(2 * INNER).bfloat16())
     assert type(network.act_fn) is GeluAndMul and layer(X).shape == (5, 2 * INNER)
+
+
+@torch.no_grad()
+def test_a_layer_of_two_networks_leaves_the_activation(methods: Any) -> None:
+    networks = [Plain(layer := layer_of(methods), SiluAndMul())]
+    networks.append(Plain(layer, SiluAndMul()))
+    fake_vllm.load(layer, {"weight": weight(0)})
+    assert [type(network.act_fn) for network in networks] == [SiluAndMul] * 2 and layer(X).shape == (5, 2 * INNER)
+
+
+@torch.no_grad()
+def test_weights_that_come_later_change_no_network(methods: Any) -> None:
+    """A layer that had no gate gets none."""
+    network = Plain(layer := layer_of(methods, leaves_gate=True), SiluAndMul())
+    made = fake_vllm.recorded(layer)
+    fake_vllm.load(layer, {"weight": weight(0)})
+    layer.quant_method.leaves_gate = False
+    fake_vllm.reload(layer, made, {"weight": weight(1)})
+    assert type(network.act_fn) is SiluAndMul and layer(X).shape == (5, 2 * INNER)
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 A network of a server's model calls `gate_up_proj`, an activation with what comes out, and another layer with what the
 activation gives. A kernel that applies the activation to its sums (`dialect.epilogue`) saves a launch, and the way of
-h [tokens, n] to memory and back. Servers have some fifty classes of such networks; what one does is found out by a call
-of its forward with stand-ins for its modules.
+h [tokens, n] to memory and back. Servers have some seventy classes of such networks; what one does is found out by a
+call of its forward with stand-ins for its modules.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ class BeforeGate:
 
     gate         what it applies
     leaves_gate  whether it applies none: adapters, say, add to what the layer gives
+    networks     the modules that the layer is part of
     """
 
     gate: Gate | None = None
     leaves_gate = False
-    _network: Callable[[], nn.Module | None] = staticmethod(lambda: None)  # which the layer is part of
+    networks: tuple[ref[nn.Module], ...] = ()
 
     def with_gate(self, layer: nn.Module, rows: Rows) -> Rows:
         """Returns rows that apply the activation behind the layer, which is gone from the network then; the same rows
         where there is none, or no kernel can apply it."""
         if self.gate is not None:  # to weights before these
             return rows.with_gate(self.gate) or rows
-        network = None if self.leaves_gate else self._network()
-        activation = None if network is None else activation_behind(network, layer)
+        networks = {id(network): network for each in self.networks if (network := each()) is not None}
+        if self.leaves_gate or len(networks) != 1 or hasattr(layer, "lowbit"):  # which has weights without one
+            return rows
+        (network,) = networks.values()
+        activation = activation_behind(network, layer)
         gate = None if activation is None else _gate_of(activation)
         gated = None if gate is None else rows.with_gate(gate)
-        if network is None or gated is None:
+        if gated is None:
             return rows
         self.gate = gate
         for name in [name for name, module in network._modules.items() if module is activation]:
@@ -53,7 +57,7 @@ class BeforeGate:
 def _note_network(network: nn.Module, _name: str, module: nn.Module | None) -> None:
     """Lets the method of a layer know of which module it becomes a part."""
     if isinstance(method := getattr(module, "quant_method", None), BeforeGate):
-        method._network = ref(network)
+        method.networks = (*method.networks, ref(network))
 
 
 register_module_module_registration_hook(_note_network)  # servers give a method its layer alone
@@ -100,19 +104,21 @@ def activation_behind(network: nn.Module, layer: nn.Module) -> nn.Module | None:
     if "forward" in vars(network) or len(signature(forward).parameters) != 2:
         return None
     try:
-        forward(cast(Any, stand_in), torch.zeros(1, 1, device="cpu"))
+        given = forward(cast(Any, stand_in), torch.zeros(1, 1, device="cpu"))
         activations, then = stand_in.takers(stand_in.h), stand_in.takers(stand_in.acted)
     except Exception:  # whatever comes of an object that is no tensor
         return None
     called = [module for module, _ in stand_in.calls]
     once = len(activations) == len(then) == called.count(layer) == 1 and called.count(activations[0]) == 1
-    return activations[0] if once else None
+    return activations[0] if once and isinstance(given, Tensor) else None
 
 
 def _gate_of(activation: nn.Module) -> Gate | None:
-    """Returns what an activation of a server does; which may have a kernel of GPUs besides."""
+    """Returns what an activation of a server does, which may have a kernel of GPUs besides."""
     apply: Callable[[Tensor], Tensor] = getattr(activation, "forward_native", activation.forward)
-    if any(True for _ in activation.parameters()):
+    try:
+        with torch.inference_mode():
+            gate = None if any(True for _ in activation.parameters()) else gate_of(apply)
+    except Exception:  # whatever comes of numbers that it was not made for
         return None
-    with torch.inference_mode():
-        return gate_of(apply)
+    return None if gate is None or gate.pairs else gate

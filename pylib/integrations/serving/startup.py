@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +21,7 @@ from typing import Protocol
 
 from torch import nn
 
+import lowbit
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.targets import parse_target
@@ -30,6 +31,7 @@ from lowbit.pylib.build.kernels import kernel_choices, kernels_up_to
 from lowbit.pylib.integrations.serving.experts import Experts
 from lowbit.pylib.matmul import compile
 from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.nn.rotated import HadamardRotation
 from lowbit.pylib.nn.stacked_experts import target_of
 from lowbit.pylib.runtime.batch_invariant import called
 
@@ -99,21 +101,24 @@ class MatmulKernels:
 class Startup:
     """The layers of one model, from when it is made until it is called.
 
-    log       where it says which kernels run, and what took how long
-    identify  is called when all are loaded, with a text that is another for layers of other formats and for other
-              sources of lowbit
+    log   where it says which kernels run, and what took how long
     """
 
     def __init__(self, log: logging.Logger = log) -> None:
         self.log = log
-        self.identify: Callable[[str], None] | None = None
         self.limits = Limits()
         self.seconds = 0.0  # in which weights were made
         self._waiting: set[int] = set()
         self._names: dict[Kind, Counter[str]] = {}
-        self._formats: set[tuple[str, str]] = set()
+        self._identity = 0
         self._unready: list[Kind] = []
         self._ahead: Ahead | None = None
+
+    @property
+    def identity(self) -> str:
+        """A text that is another where layers that are loaded do something else with what they are given, and for
+        another lowbit: what a compiled graph of them holds as constants."""
+        return f"{self._identity:x}"
 
     def expect(self, method: object) -> None:
         """Wait for the layer of a method. All are made before the first is loaded."""
@@ -133,12 +138,13 @@ class Startup:
         """
         if id(method) not in self._waiting:  # loaded again
             return
-        for kind in kinds(held):
+        found = list(kinds(held))
+        self._identity += _number_of(name, found, held)
+        for kind in found:
             if kind not in self._names:
                 self._compilers().start(self.limits.in_turn(kind.kernels(self.limits.tokens)))
                 self._unready.append(kind)
             self._names.setdefault(kind, Counter())[name.rpartition(".")[2]] += 1
-            self._formats.add((name, repr(kind)))
         self._waiting.discard(id(method))
         if not self._waiting:
             self._end()
@@ -151,9 +157,6 @@ class Startup:
 
     def _end(self) -> None:
         """Says what was loaded. Nothing is waited for, unless nobody will."""
-        if self.identify:
-            everything = repr((source_fingerprint(), sorted(self._formats)))
-            self.identify(hashlib.sha256(everything.encode()).hexdigest())
         for kind, layers in self._names.items():
             self.log.info("lowbit: %d x %s: %s", layers.total(), ", ".join(sorted(layers)), kind)
         self.log.info("lowbit: weights were made in %.1f s, reading not counted", self.seconds)
@@ -175,6 +178,17 @@ class Startup:
             kind.prepare(self.limits.tokens)
         text = f"waited {waited:.1f} s for them, and read them in {time.perf_counter() - begun - waited:.1f} s"
         self.log.info("lowbit: %d kernels were compiled, the rest was found on disk; %s", compilers.compiled, text)
+
+
+def _number_of(name: str, found: Sequence[Kind], held: nn.Module) -> int:
+    """Returns a number for what a layer does, whatever its tensors hold. Those of all layers are added up, in any
+    order."""
+    modules = [
+        (type(module).__name__, module.matrix.text if isinstance(module, HadamardRotation) else module.extra_repr())
+        for module in held.modules()
+    ]
+    everything = repr((lowbit.__version__, source_fingerprint(), name, found, modules))
+    return int.from_bytes(hashlib.sha256(everything.encode()).digest(), "big")
 
 
 def kinds(held: nn.Module) -> Iterator[Kind]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from vllm import __version__
 from vllm.config import get_current_vllm_config
+from vllm.envs import environment_variables
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -46,6 +47,12 @@ from lowbit.pylib.runtime.batch_invariant import MODE
 
 ROUTERS = ("gate", "router")
 """The last names of layers that choose experts for tokens, which has to be precise: they stay dense."""
+
+_STARTUPS = WeakSet[Startup]()  # of models that this process serves
+
+# vLLM keeps what it has compiled, and finds it at the next start by its settings and these. Besides it looks at sources
+# that torch has traced and at nothing more, while the texts of matmuls are constants of graphs.
+environment_variables["VLLM_LOWBIT_LAYERS"] = lambda: " ".join(sorted(startup.identity for startup in _STARTUPS))
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -123,7 +130,8 @@ class LowbitServing(QuantizationConfig):
             method = self._method(layer, prefix)
         if isinstance(method, Method):
             settings = get_current_vllm_config()
-            self.startup.limits, self.startup.identify = _limits(settings), partial(_identify, settings)
+            self.startup.limits = _limits(settings)
+            _STARTUPS.add(self.startup)
             if isinstance(method, BeforeGate):
                 method.leaves_gate = settings.lora_config is not None
             method.report_to(self.startup, prefix or type(layer).__name__)
@@ -212,13 +220,6 @@ def _limits(settings: Any) -> Limits:
     tokens = max(settings.scheduler_config.max_num_batched_tokens, *graphs)
     parallel = settings.parallel_config
     return Limits(tokens, parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size)
-
-
-def _identify(settings: Any, text: str) -> None:
-    """Notes what layers multiply by in settings by which vLLM finds what it has compiled at the next start. Else it
-    checks nothing but the sources that torch has traced."""
-    if isinstance(settings.additional_config, dict):
-        settings.additional_config["lowbit"] = text
 
 
 def _is_router(layer: object, prefix: str) -> bool:

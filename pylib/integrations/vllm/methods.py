@@ -130,7 +130,8 @@ class Multiplies(Method, BeforeGate):
     def _with_rest(self, layer: Any, rows: Rows, columns: int) -> Rows:
         """Returns rows that do what the model would do with their results: add the layer's bias, or apply the
         activation behind a layer without one."""
-        if layer.bias is None and not getattr(layer, "gather_output", False):
+        is_whole = columns == layer.input_size and not getattr(layer, "gather_output", False)  # without other processes
+        if layer.bias is None and is_whole:
             return self.with_gate(layer, rows)
         return self._with_bias(layer, rows, columns)
 
