@@ -1,0 +1,4 @@
+from collections.abc import Callable
+from typing import Any
+
+environment_variables: dict[str, Callable[[], Any]]
