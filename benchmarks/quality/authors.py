@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ import torch
 import lowbit
 from benchmarks.quality import adapters
 from benchmarks.quality.layers import TEXTS, Layer
-from benchmarks.quality.ranges import by_kurtosis, loss_of
+from benchmarks.quality.ranges import by_kurtosis, errors_of
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Ratio, over_draws, verdict, worst
+from benchmarks.quality.spread import Ratio, over_draws, ratio_of, verdict, worst
 from benchmarks.tables import markdown
 
 SECTION = Section("authors", "authors")
@@ -104,11 +104,11 @@ def measure(given: Iterable[Layer]) -> Iterator[Record]:
 def _compared(layer: Layer, references: Iterable[Reference]) -> Record:
     calibration = layer.moments["calibration"]
     quantized = cache(lambda config: lowbit.quantize(layer.weight, config, calibration))
-    ratios, outliers = dict[str, list[float]](), dict[str, list[float]]()
+    ratios, outliers = dict[str, list[Ratio]](), dict[str, list[float]]()
     for each in references:
         ours, theirs = quantized(each.ours), each.quantize(layer.weight.clone(), calibration)
-        losses = [[loss_of(layer, w, text) for text in TEXTS[1:]] for w in (ours.dequantize(), theirs.weight)]
-        ratios[each.name] = [round(mine / other, 4) for mine, other in zip(*losses)]
+        weights = ours.dequantize(), theirs.weight
+        ratios[each.name] = [ratio_of(*(errors_of(layer, w, text) for w in weights)) for text in TEXTS[1:]]
         if theirs.outliers:
             count = 0 if ours.outliers is None else ours.outliers.values().numel()
             outliers[each.name] = [round(part, 5) for part in (count / layer.weight.numel(), theirs.outliers)]
@@ -123,12 +123,9 @@ def table(records: list[Record]) -> str:
 
 
 def _row(name: str, records: list[Record], parts: Iterable[list[Record]]) -> list[str]:
-    held, of_other = (partial(_ratio, name, text) for text in (0, 1))
-    means, other = [over_draws(part, held) for part in parts], over_draws(records, of_other)
+    def held(record: Record) -> Ratio:
+        return record["ratios"][name][0]
+
+    means, other = [over_draws(part, held) for part in parts], over_draws(records, lambda each: each["ratios"][name][1])
     layer = worst(records, held)[1]
     return [name, *map(str, (*means, layer, other)), verdict([*means, other], layer)]
-
-
-def _ratio(name: str, text: int, record: Record) -> Ratio:
-    """Returns a ratio on held-out or on other text (1), whose deviation over rows was not measured."""
-    return record["ratios"][name][text], 0.0

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import lowbit
 from benchmarks.quality.layers import TEXTS, Layer
 from benchmarks.quality.measure import bits_per_weight
-from benchmarks.quality.ranges import by_kurtosis, loss_of
+from benchmarks.quality.ranges import by_kurtosis, errors_of
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Spread, over_draws
+from benchmarks.quality.spread import Ratio, Spread, over_draws, ratio_of
 from benchmarks.tables import markdown
 
 SECTION = Section("methods", "methods")
@@ -44,24 +45,32 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 @torch.no_grad()
 def measure(given: Iterable[Layer]) -> Iterator[Record]:
-    """Yields a record for each layer, draw and width: by method errors on each text but the first, seconds and bits."""
+    """Yields a record for each layer, draw and width: by method the ratio of errors to GPTQ's (`Ratio`) on each text
+    but the first, seconds and bits."""
     found = list(given)
     wanted = list(dict.fromkeys(layer.label for layer in found))[::EVERY]
     for layer in (layer for layer in found if layer.label in wanted):
         for width in WIDTHS:
-            found = {name: _measured(layer, lowbit.QuantConfig(width, 128, **how)) for name, how in METHODS.items()}
-            yield {**layer.about, "weight": width, "methods": found}
+            made = {name: _quantized(layer, lowbit.QuantConfig(width, 128, **how)) for name, how in METHODS.items()}
+            base = made[BASE][0].dequantize()
+            measured = {name: _measured(layer, base, *each) for name, each in made.items()}
+            yield {**layer.about, "weight": width, "methods": measured}
 
 
-def _measured(layer: Layer, config: lowbit.QuantConfig) -> Record:
+def _quantized(layer: Layer, config: lowbit.QuantConfig) -> tuple[lowbit.QuantizedWeight, float]:
+    """Returns what a method makes of a layer, and the seconds that it takes."""
     calibration, rows = layer.moments["calibration"], layer.weight[:8]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few tokens
         lowbit.quantize(rows, replace(config, steps=1), calibration)  # compiles what later calls have
         start = time.process_time()
         found = lowbit.quantize(layer.weight, config, calibration)
-        seconds = time.process_time() - start
-    errors = [float(f"{loss_of(layer, found.dequantize(), text):.5g}") for text in TEXTS[1:]]
+        return found, time.process_time() - start
+
+
+def _measured(layer: Layer, base: Tensor, found: lowbit.QuantizedWeight, seconds: float) -> Record:
+    weights = found.dequantize(), base
+    errors = [ratio_of(*(errors_of(layer, each, text) for each in weights)) for text in TEXTS[1:]]
     return {"errors": errors, "seconds": round(seconds, 3), "bits": round(bits_per_weight(found), 3)}
 
 
@@ -74,13 +83,21 @@ def table(records: list[Record]) -> str:
 
 def _row(name: str, width: str, records: list[Record]) -> list[str]:
     mine = [record for record in records if record["weight"] == width]
-
-    held = [relative(name, part, lambda each: each["errors"][0]) for part in by_kurtosis(mine).values()]
-    other = relative(name, mine, lambda each: each["errors"][1])
-    times = relative(name, mine, lambda each: max(each["seconds"], 1e-3)).mean
-    return [f"{width}, {name}", f"{mine[0]['methods'][name]['bits']:.2f}", *map(str, (*held, other)), f"{times:.2f}"]
+    held = [errors(name, part, 0) for part in by_kurtosis(mine).values()]
+    cells = map(str, (*held, errors(name, mine, 1)))
+    return [f"{width}, {name}", f"{mine[0]['methods'][name]['bits']:.2f}", *cells, f"{times(name, mine):.2f}"]
 
 
-def relative(name: str, records: list[Record], number: Callable[[Record], float]) -> Spread:
-    """Returns a number of what a method has measured relative to GPTQ's, over draws; not over rows."""
-    return over_draws(records, lambda each: (number(each["methods"][name]) / number(each["methods"][BASE]), 0.0))
+def errors(name: str, records: list[Record], text: int) -> Spread:
+    """Returns the ratio of a method's error to GPTQ's over draws, on held-out (0) or on other text (1)."""
+    return over_draws(records, lambda each: each["methods"][name]["errors"][text])
+
+
+def times(name: str, records: list[Record]) -> float:
+    """Returns the mean of the ratios of a method's time to GPTQ's."""
+
+    def ratio(record: Record) -> Ratio:
+        mine, base = (max(record["methods"][each]["seconds"], 1e-3) for each in (name, BASE))
+        return mine / base, 0.0
+
+    return over_draws(records, ratio).mean

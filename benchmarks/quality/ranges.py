@@ -42,13 +42,6 @@ def errors_of(layer: Layer, found: Tensor, text: str) -> Tensor:
     return output_errors((found - layer.weight).double(), layer.moments[text].hessian.double())
 
 
-def loss_of(layer: Layer, found: Tensor, text: str) -> float:
-    """Returns the squared output error of a layer on a text with a weight [n, k] that some method found, relative to
-    the output's own square."""
-    errors, outputs = (errors_of(layer, each, text).sum() for each in (found, torch.zeros_like(found)))
-    return float(errors / outputs)
-
-
 @torch.no_grad()
 def measure(found: Iterable[Layer]) -> Iterator[Record]:
     """Yields a record for each layer and draw: its kurtosis, and by configuration the ratio of errors (`Ratio`), on

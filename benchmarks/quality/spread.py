@@ -20,7 +20,7 @@ from benchmarks.quality.section import Record
 FAIR = 1.03  # of the others' error, up to which ours counts as equal
 RESAMPLES = 1000  # of the rows of a layer
 Ratio = Sequence[float]
-"""A ratio of two errors, and its standard deviation over choices of rows; 0 where that was not measured."""
+"""A ratio of two errors, and its standard deviation over choices of rows."""
 
 
 def ratio_of(errors: Tensor, others: Tensor) -> list[float]:
@@ -90,8 +90,8 @@ def _of_rows(found: Sequence[Ratio]) -> float:
     return statistics.fmean(deviation for _, deviation in found)
 
 
-def _both(of_texts: float | None, of_rows: float) -> float | None:
-    return math.hypot(of_texts or 0.0, of_rows) if of_rows else of_texts
+def _both(of_texts: float | None, of_rows: float) -> float:
+    return math.hypot(of_texts or 0.0, of_rows)
 
 
 def _by_layer(records: Iterable[Record], ratio: Callable[[Record], Ratio]) -> dict[str, list[Ratio]]:

@@ -242,7 +242,7 @@ def beside_authors() -> Iterable[str]:
 def _of_layer(layer: str) -> dict[str, list[float]]:
     """Returns by reference the ratios of errors on held-out and on other text, means over draws."""
     found = [record["ratios"] for record in records("authors") if record["layer"] == layer]
-    return {name: [fmean(each[name][text] for each in found) for text in (0, 1)] for name in found[0]}
+    return {name: [fmean(each[name][text][0] for each in found) for text in (0, 1)] for name in found[0]}
 
 
 def beside_llama_cpp() -> Iterable[str]:
