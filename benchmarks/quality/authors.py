@@ -19,10 +19,10 @@ import torch
 
 import lowbit
 from benchmarks.quality import adapters
-from benchmarks.quality.layers import TEXTS, Layer
-from benchmarks.quality.ranges import by_kurtosis, errors_of
+from benchmarks.quality.layers import Layer
+from benchmarks.quality.ranges import by_kurtosis, compared
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Ratio, over_draws, ratio_of, verdict, worst
+from benchmarks.quality.spread import Ratio, over_draws, verdict, worst
 from benchmarks.tables import markdown
 
 SECTION = Section("authors", "authors")
@@ -104,11 +104,10 @@ def measure(given: Iterable[Layer]) -> Iterator[Record]:
 def _compared(layer: Layer, references: Iterable[Reference]) -> Record:
     calibration = layer.moments["calibration"]
     quantized = cache(lambda config: lowbit.quantize(layer.weight, config, calibration))
-    ratios, outliers = dict[str, list[Ratio]](), dict[str, list[float]]()
+    ratios, outliers = dict[str, list[list[float]]](), dict[str, list[float]]()
     for each in references:
         ours, theirs = quantized(each.ours), each.quantize(layer.weight.clone(), calibration)
-        weights = ours.dequantize(), theirs.weight
-        ratios[each.name] = [ratio_of(*(errors_of(layer, w, text) for w in weights)) for text in TEXTS[1:]]
+        ratios[each.name] = compared(layer, ours.dequantize(), theirs.weight)
         if theirs.outliers:
             count = 0 if ours.outliers is None else ours.outliers.values().numel()
             outliers[each.name] = [round(part, 5) for part in (count / layer.weight.numel(), theirs.outliers)]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 import lowbit
-from benchmarks.quality.layers import TEXTS, Layer
+from benchmarks.quality.layers import Layer
 from benchmarks.quality.measure import bits_per_weight
-from benchmarks.quality.ranges import by_kurtosis, errors_of
+from benchmarks.quality.ranges import by_kurtosis, compared
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Ratio, Spread, over_draws, ratio_of
+from benchmarks.quality.spread import Ratio, Spread, over_draws
 from benchmarks.tables import markdown
 
 SECTION = Section("methods", "methods")
@@ -69,8 +69,7 @@ def _quantized(layer: Layer, config: lowbit.QuantConfig) -> tuple[lowbit.Quantiz
 
 
 def _measured(layer: Layer, base: Tensor, found: lowbit.QuantizedWeight, seconds: float) -> Record:
-    weights = found.dequantize(), base
-    errors = [ratio_of(*(errors_of(layer, each, text) for each in weights)) for text in TEXTS[1:]]
+    errors = compared(layer, found.dequantize(), base)
     return {"errors": errors, "seconds": round(seconds, 3), "bits": round(bits_per_weight(found), 3)}
 
 

@@ -37,9 +37,14 @@ CONFIGS: Mapping[str, lowbit.QuantConfig] = {
 WORST = 1.02  # of the whole range's error, which no layer may exceed on held-out text but by chance (`roundings`)
 
 
-def errors_of(layer: Layer, found: Tensor, text: str) -> Tensor:
-    """Returns the squared output error on a text of each row [n] of a layer whose weight [n, k] some method found."""
-    return output_errors((found - layer.weight).double(), layer.moments[text].hessian.double())
+def compared(layer: Layer, found: Tensor, other: Tensor) -> list[list[float]]:
+    """Returns the ratio of squared output errors (`Ratio`), on held-out and on other text, of two weights [n, k] that
+    methods have found for a layer."""
+
+    def errors(weight: Tensor, text: str) -> Tensor:
+        return output_errors((weight - layer.weight).double(), layer.moments[text].hessian.double())
+
+    return [ratio_of(errors(found, text), errors(other, text)) for text in TEXTS[1:]]
 
 
 @torch.no_grad()
@@ -59,11 +64,11 @@ def _fits(layer: Layer, config: lowbit.QuantConfig) -> bool:
 
 def ratios(layer: Layer, config: lowbit.QuantConfig) -> list[list[float]]:
     """Returns the ratio of errors (`Ratio`) on held-out and on other text."""
-    weights = [
+    weights = (
         lowbit.quantize(layer.weight, each, layer.moments["calibration"]).dequantize()
         for each in (config, replace(config, clip="max"))
-    ]
-    return [ratio_of(*(errors_of(layer, weight, text) for weight in weights)) for text in TEXTS[1:]]
+    )
+    return compared(layer, *weights)
 
 
 @torch.no_grad()
@@ -80,8 +85,7 @@ def with_wider_ranges(layer: Layer, config: lowbit.QuantConfig, factor: float) -
         scales, zeros = grid.fit(low * span.ratio * factor, high * span.ratio * factor)
         return grid.dequantize(grid.quantize(layer.weight, scales, zeros))
 
-    weights = [wider(span) for span in (search(layer.weight, grid), whole(layer.weight, grid))]
-    return [ratio_of(*(errors_of(layer, weight, text) for weight in weights)) for text in TEXTS[1:]]
+    return compared(layer, wider(search(layer.weight, grid)), wider(whole(layer.weight, grid)))
 
 
 def by_kurtosis(records: list[Record]) -> dict[str, list[Record]]:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 import lowbit
-from benchmarks.quality.layers import TEXTS, Layer, layers
-from benchmarks.quality.ranges import errors_of
+from benchmarks.quality.layers import Layer, layers
+from benchmarks.quality.ranges import compared
 from benchmarks.quality.section import Record, Section
-from benchmarks.quality.spread import Ratio, Spread, over_draws, ratio_of, verdict, worst
+from benchmarks.quality.spread import Ratio, Spread, over_draws, verdict, worst
 from benchmarks.tables import markdown
 
 SECTION = Section("references", "references")
@@ -100,8 +100,7 @@ def _compared(ggml: Ggml, name: str, layer: Layer, importances: bool) -> Record:
             taken.append(time.process_time() - start)
             if turn == 0:
                 weights.append(rounded)
-    errors = [ratio_of(*(errors_of(layer, weight, text) for weight in weights)) for text in TEXTS[1:]]
-    return {"errors": errors, "seconds": [round(min(each), 5) for each in seconds]}
+    return {"errors": compared(layer, *weights), "seconds": [round(min(each), 5) for each in seconds]}
 
 
 def _rounded(method: Any, name: str, weight: Tensor, calibration: lowbit.Calibration | None) -> Tensor:
