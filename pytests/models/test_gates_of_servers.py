@@ -206,19 +206,21 @@ def test_a_layer_applies_the_activation(act_fn: type[nn.Module], methods: Any) -
     """Once, rounded once; to weights that come later, too, in the same memory; where torch traces it, too."""
     network = Plain(layer := layer_of(methods), act_fn())
     made = fake_vllm.recorded(layer)
-    for seed in (0, 1):
-        if seed:
-            held = layer.qweight.data_ptr()
-            fake_vllm.reload(layer, made, {"weight": weight(seed)})
-            assert layer.qweight.data_ptr() == held
-        else:
-            fake_vllm.load(layer, {"weight": weight(seed)})
+
+    def check(w: Tensor) -> None:
         assert type(network.act_fn) is nn.Identity and layer(X).shape == (5, INNER)
-        torch.testing.assert_close(network(X).float(), expected(weight(seed), X, act_fn()), rtol=2e-2, atol=0.1)
+        torch.testing.assert_close(network(X).float(), expected(w, X, act_fn()), rtol=2e-2, atol=0.1)
         traced = torch.compile(network, backend="eager", fullgraph=True)
         assert torch.equal(traced(X), network(X))
         with lowbit.batch_invariant():
             assert torch.equal(network(X)[2], network(X[2:3])[0])
+
+    fake_vllm.load(layer, {"weight": weight(0)})
+    check(weight(0))
+    held = layer.qweight.data_ptr()
+    fake_vllm.reload(layer, made, {"weight": weight(1)})
+    check(weight(1))
+    assert layer.qweight.data_ptr() == held
     assert layer.quant_method.dequantize_weight(layer).shape == (2 * INNER, HIDDEN)
 
 

@@ -39,10 +39,10 @@ class BeforeGate:
         where there is none, or no kernel can apply it."""
         if self.gate is not None:  # to weights before these
             return rows.with_gate(self.gate) or rows
-        networks = {id(network): network for each in self.networks if (network := each()) is not None}
+        networks = {network for each in self.networks if (network := each()) is not None}
         if self.leaves_gate or len(networks) != 1 or hasattr(layer, "lowbit"):  # which has weights without one
             return rows
-        (network,) = networks.values()
+        (network,) = networks
         activation = activation_behind(network, layer)
         gate = None if activation is None else _gate_of(activation)
         gated = None if gate is None else rows.with_gate(gate)
@@ -87,13 +87,10 @@ class _StandIn:
         gives_bias = hasattr(module, "quant_method") and getattr(module, "return_bias", True)
         return (result, None) if gives_bias else result
 
-    def takers(self, thing: object) -> list[nn.Module]:
-        """Returns the modules that were called with a thing, and with nothing else. Raises TypeError for one that was
-        called with more."""
+    def taker(self, thing: object) -> nn.Module | None:
+        """Returns the module that was called with a thing; None if none or several were, or one with more than that."""
         found = [(module, given) for module, given in self.calls if any(each is thing for each in given)]
-        if any(len(given) > 1 for _, given in found):
-            raise TypeError("a module was called with more than that")
-        return [module for module, _ in found]
+        return found[0][0] if len(found) == 1 and len(found[0][1]) == 1 else None
 
 
 def activation_behind(network: nn.Module, layer: nn.Module) -> nn.Module | None:
@@ -105,12 +102,12 @@ def activation_behind(network: nn.Module, layer: nn.Module) -> nn.Module | None:
         return None
     try:
         given = forward(cast(Any, stand_in), torch.zeros(1, 1, device="cpu"))
-        activations, then = stand_in.takers(stand_in.h), stand_in.takers(stand_in.acted)
     except Exception:  # whatever comes of an object that is no tensor
         return None
-    called = [module for module, _ in stand_in.calls]
-    once = len(activations) == len(then) == called.count(layer) == 1 and called.count(activations[0]) == 1
-    return activations[0] if once and isinstance(given, Tensor) else None
+    activation, called = stand_in.taker(stand_in.h), [module for module, _ in stand_in.calls]
+    if activation is None or stand_in.taker(stand_in.acted) is None or not isinstance(given, Tensor):
+        return None
+    return activation if called.count(layer) == called.count(activation) == 1 else None
 
 
 def _gate_of(activation: nn.Module) -> Gate | None:
