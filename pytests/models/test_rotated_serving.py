@@ -18,10 +18,13 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackError, QuantConfig, SpecError
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
+from lowbit.pylib.checkpoints.layers import layer_of
+from lowbit.pylib.checkpoints.transforms import Rotations
 from lowbit.pylib.integrations.serving.names import Names, Place
 from lowbit.pylib.integrations.serving.rows import Rows, Source
+from lowbit.pylib.integrations.serving.startup import Startup
 from lowbit.pylib.layer.hadamard import HadamardMatrix
-from lowbit.pylib.nn.rotated import ColumnScaling, HadamardRotation, MatrixRotation, RotatedLinear, Rotation
+from lowbit.pylib.nn.rotated import Beside, ColumnScaling, HadamardRotation, MatrixRotation, RotatedLinear, Rotation
 
 pytest.importorskip("transformers")
 
@@ -379,3 +382,31 @@ def test_tensors_with_dots_in_sglang(sglang: Any) -> None:
     x = torch.randn(3, weight.spec.k).bfloat16()
     made = sglang_layer(sglang, source, name, weight.spec.n, weight.spec.k)
     assert close(made(x), LowbitLinear.from_packed(weight)(x))
+
+
+def identity_of(*held: nn.Module) -> str:
+    startup = Startup()
+    for number in range(len(held)):
+        startup.expect(number)
+    startup.expect("a layer that is never loaded")
+    for number, each in enumerate(held):
+        startup.loaded(number, f"layer{number}", each)
+    return startup.identity
+
+
+def test_layers_that_do_something_else_have_another_identity() -> None:
+    """In another order of parts, with another rotation, and in other ranges of columns; not with other numbers."""
+    parts = {
+        name: [LowbitLinear.from_linear(nn.Linear(64, 32).bfloat16(), QuantConfig(name, 64)) for _ in range(2)]
+        for name in ("u4", "u8")
+    }
+    (u4, other), (u8, _) = parts.values()
+    kinds = [Rows([u4, u8]), Rows([u8, u4]), Rows([u4]), Rows([u8])]
+    signs = ((1, 1), (1, -1)), ((1, -1), (1, 1))
+    turns = [HadamardRotation(HadamardMatrix(factor, 32)) for factor in signs]
+    kinds += [Rows([layer_of(u4.packed, Rotations((turn,)))]) for turn in turns]
+    beside = [Beside([(a, (HadamardRotation(HadamardMatrix(power=a)),)), (b, ())]) for a, b in ((8, 24), (16, 16))]
+    kinds += [Rows([layer_of(u4.packed, Rotations((), (each,)))]) for each in beside]
+    assert len({identity_of(kind) for kind in kinds}) == len(kinds)
+    assert identity_of(Rows([u4])) == identity_of(Rows([other]))
+    assert identity_of(Rows([u4]), Rows([u8])) != identity_of(Rows([u8]), Rows([u4]))

@@ -31,10 +31,8 @@ import lowbit
 from lowbit import CheckpointError, LowbitConfig, LowbitLinear, PackError, QuantConfig, SpecError
 from lowbit.passes.targets import parse_target
 from lowbit.pylib.build import driver
-from lowbit.pylib.checkpoints import layers
 from lowbit.pylib.checkpoints.contents import contents
 from lowbit.pylib.checkpoints.registry import import_experts
-from lowbit.pylib.checkpoints.transforms import Rotations
 from lowbit.pylib.experts import by_kernel
 from lowbit.pylib.integrations.serving import experts as vllm_experts
 from lowbit.pylib.integrations.serving import startup as vllm_startup
@@ -42,10 +40,8 @@ from lowbit.pylib.integrations.serving.expert_sources import ExpertShare, source
 from lowbit.pylib.integrations.serving.experts import GATES, Experts, each_of, gated, quantize_experts
 from lowbit.pylib.integrations.serving.names import Names, Place
 from lowbit.pylib.integrations.serving.rows import Layer, Rows, Share, Source, opened, quantize_rows, shares_of
-from lowbit.pylib.layer.hadamard import HadamardMatrix
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.nn.gated_linear import GatedLinear
-from lowbit.pylib.nn.rotated import Beside, HadamardRotation
 from lowbit.pylib.runtime import batch_invariant
 
 transformers = pytest.importorskip("transformers")
@@ -670,34 +666,6 @@ def test_what_vllm_has_compiled_is_of_these_formats(
     monkeypatch.setattr(lowbit, "__version__", "another")
     started(methods, tmp_path / "b")
     assert methods.config.environment_variables["VLLM_LOWBIT_LAYERS"]() != found["b"]
-
-
-def identity_of(*held: nn.Module) -> str:
-    startup = vllm_startup.Startup()
-    for number in range(len(held)):
-        startup.expect(number)
-    startup.expect("a layer that is never loaded")
-    for number, layer in enumerate(held):
-        startup.loaded(number, f"layer{number}", layer)
-    return startup.identity
-
-
-def test_layers_that_do_something_else_have_another_identity() -> None:
-    """In another order of parts, with another rotation, and in other ranges of columns; not with other numbers."""
-    parts = {
-        name: [LowbitLinear.from_linear(nn.Linear(64, 32).bfloat16(), QuantConfig(name, 64)) for _ in range(2)]
-        for name in ("u4", "u8")
-    }
-    (u4, other), (u8, _) = parts.values()
-    kinds = [Rows([u4, u8]), Rows([u8, u4]), Rows([u4]), Rows([u8])]
-    signs = ((1, 1), (1, -1)), ((1, -1), (1, 1))
-    turns = [HadamardRotation(HadamardMatrix(factor, 32)) for factor in signs]
-    kinds += [Rows([layers.layer_of(u4.packed, Rotations((turn,)))]) for turn in turns]
-    beside = [Beside([(a, (HadamardRotation(HadamardMatrix(power=a)),)), (b, ())]) for a, b in ((8, 24), (16, 16))]
-    kinds += [Rows([layers.layer_of(u4.packed, Rotations((), (each,)))]) for each in beside]
-    assert len({identity_of(kind) for kind in kinds}) == len(kinds)
-    assert identity_of(Rows([u4])) == identity_of(Rows([other]))
-    assert identity_of(Rows([u4]), Rows([u8])) != identity_of(Rows([u8]), Rows([u4]))
 
 
 @pytest.mark.parametrize(("variable", "value"), [("LOWBIT_NO_CACHE", "1"), ("LOWBIT_DUMP", "dump")])
