@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -1206,6 +1207,16 @@ def test_saved_models(case: str, tmp_path: Path) -> None:
 def test_compiled(tmp_path: Path) -> None:
     folder = low_bit_model(tmp_path, "qwen2", embeddings=True)
     check(folder, answers(folder, enforce_eager=False))
+
+
+@needs_vllm
+def test_compiled_graphs_are_of_a_models_formats(tmp_path: Path) -> None:
+    """vLLM keeps compiled graphs, and matmuls are constants of theirs: files of other formats in the same folder."""
+    for name in ("u4", "u3"):
+        made = low_bit_model(tmp_path / name, "qwen2", modules={"*": QuantConfig(name, 64)})
+        folder = tmp_path / "served"
+        shutil.rmtree(folder, ignore_errors=True)
+        check(made.rename(folder), answers(folder, enforce_eager=False))
 
 
 @needs_vllm
