@@ -23,7 +23,8 @@ class SumOrder:
     split_k    parts of k
     warps_k    chains of a part
     step_k     columns of a step, whose products are added up group by group: those of a group (or of the step, where
-               groups are longer) from zero, and then scaled, and without groups from the sums of the chain
+               groups are longer) from zero, and then scaled; without groups, or if weights are scaled, from the sums of
+               the chain
     products   what else decides on bits: the numbers that are multiplied, and choices that other orders follow from
     """
 

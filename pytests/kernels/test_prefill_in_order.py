@@ -40,6 +40,8 @@ K, ROWS = 512, 136
 SPECS = {
     "u4": S(136, K, "u4", 128, bias=True),
     "u4, zeros": S(128, K, "u4", 64, zeros="int"),
+    "zeros beside scales in f32": S(128, K, "u4", 64, zeros="int", scale="f32"),
+    "zeros beside scales of e4m3": S(128, K, "u4", 16, zeros="int", scale="e4m3", row_scales=True),
     "i4 in bf16": S(128, K, "i4", 128, act="bf16", scale="bf16"),
     "nf4": S(128, K, "nf4", 64, act="bf16", scale="bf16"),
     "i8": S(128, K, "i8"),
@@ -56,6 +58,7 @@ SPECS = {
     "float zeros of signed codes": S(128, K, "i4", 128, zeros="float", scale="f32"),
     "float zeros of small groups": S(128, K, "u2", 16, zeros="float"),
     "offsets": S(128, K, "u3", 32, zeros="offset", act="bf16", scale="bf16"),
+    "offsets beside scales in f16": S(128, K, "u3", 32, zeros="offset", act="bf16"),
     "offsets of floats": S(128, K, "f4e2m1", 64, zeros="offset", row_scales=True),
     "float zeros of rows": S(128, K, "u4", zeros="float"),
     "offsets of rows": S(128, K, "i8", zeros="offset", act="bf16", scale="bf16", row_scales=True),
@@ -140,7 +143,7 @@ def met_by_a_prompt(row: tuple[str, bool]) -> Iterator[Hashable]:
     spec = SPECS[name]
     groups = spec.group_size and min(spec.group_size, 64)
     values = {"zeros": spec.zeros, "groups": groups, "levels": spec.bilevel, "compute": spec.compute}
-    values |= {"rows": spec.row_scales, "act": spec.act, "epilogue": spec.epilogue, "permuted": spec.permuted}
+    values |= {"scale": spec.scale, "rows": spec.row_scales, "act": spec.act, "epilogue": spec.epilogue, "permuted": spec.permuted}
     yield from ((by_wgmma, each) for each in values.items())
     yield from ((by_wgmma, *pair) for pair in combinations(list(values.items())[:4], 2))
 

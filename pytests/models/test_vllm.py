@@ -1288,11 +1288,12 @@ def test_saved_models_without_weights(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_saved_experts(tmp_path: Path) -> None:
+    """A reload gives exactly the new model; rounding may send a token to another expert than in transformers."""
     first, second = (low_bit_model(tmp_path / str(seed), "qwen3-moe", seed) for seed in (0, 1))
     found = answers(first)
     check(first, found)
     assert set(found["kinds"]) >= {"SavedExperts", "SavedLinear"}
-    check(second, answers(first, reload=str(second)))
+    assert answers(first, reload=str(second)) == answers(second)
 
 
 @needs_vllm

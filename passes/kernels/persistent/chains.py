@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lowbit.dialect.formats.byte_codes import MOST_EXACT, PROMOTED
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.round import Round
+from lowbit.passes.kernels.scales.in_order import scales_weights
 from lowbit.passes.kernels.sum_order import APART, SumOrder
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ class Chains:
     def product_columns(self) -> int:
         """Columns of the products that kernels for few tokens add up from zero, of a given order: those of a group, or
         of a step where groups are longer, and no more than are promoted at a time, or exact in f32. 0 where rows have
-        one scale, so that a chain's products are added to its sums directly."""
+        one scale, or weights are scaled, so that a chain's products are added to its sums directly."""
         group, step, compute = self.spec.packing.padded_group, self.order.step_k, self.spec.compute
-        if group is None and compute != "f8e4m3":
+        if (group is None and compute != "f8e4m3") or scales_weights(self.spec):
             return 0
         most = {"f8e4m3": PROMOTED, "i8": MOST_EXACT}.get(compute or "", step)
         return min(group or step, step, most)

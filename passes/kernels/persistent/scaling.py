@@ -13,6 +13,7 @@ from lowbit.dialect.formats.raw_codes import can_be_raw, zero_code
 from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.round import Round
+from lowbit.passes.kernels.scales.in_order import scales_products, scales_weights
 
 GROUPS_AT_ONCE = 4  # whose numbers a lane reads at once where a warp computes those of a panel
 
@@ -21,7 +22,7 @@ class Scaled(Enum):
     """What scales multiply, and in which type.
 
     SUMS            the sums of all columns, at the end of a tile: scales of whole rows
-    PRODUCTS        products of a group, which are added to sums: of bytes, and where an order of sums is given
+    PRODUCTS        products of a group, which are added to sums: of bytes, and of some where an order of sums is given
     WEIGHTS         weights, in x's type, of which scales are numbers; they are rounded as `dequantize` rounds them
     WEIGHTS_IN_TWO  the same with two numbers of x's type that add up to a scale: 16 of its bits in bf16, which has the
                     range of f32. So s_high q + s_low q is as good as rounded once
@@ -55,9 +56,9 @@ class Scaling:
 
     @cached_property
     def scaled(self) -> Scaled:
-        """What scales multiply: of an order of sums, products as kernels for few tokens have it."""
-        if self.round.schedule.order:
-            return Scaled.SUMS if self.spec.group_size is None else Scaled.PRODUCTS
+        """What scales multiply: of an order of sums what they multiply in kernels for few tokens."""
+        if self.round.schedule.order and not scales_weights(self.spec):
+            return Scaled.PRODUCTS if scales_products(self.spec) else Scaled.SUMS
         return self._of_bytes if self.spec.compute else self._of_numbers
 
     @property
@@ -152,7 +153,7 @@ class Scaling:
         """Tells whether codes are multiplied as they are stored, with no subtraction."""
         spec = self.spec
         if self.round.schedule.order:
-            return multiplies_raw_codes(spec)
+            return multiplies_raw_codes(spec) and not self.of_weights
         return not self.groups and spec.zeros == "none" and multiplies_raw_codes(spec)  # scales lack powers of two
 
     @property

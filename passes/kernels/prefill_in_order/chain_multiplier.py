@@ -5,6 +5,7 @@
             p = weights x^T                         from zero, in registers of its own
             sums = sums + scale * p                 and + offset * (sums of x), which make up for zeros and offsets
 
+Where weights or rows are scaled, products are added to sums directly (`KeptSums`).
 Products are begun and not waited for; while one is under way, that before it is scaled and added (`PromotedSums`).
 """
 

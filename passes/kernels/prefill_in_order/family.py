@@ -1,5 +1,5 @@
 """The prefill family of invariant matmuls: the kernel of `passes.kernels.prefill`, which visits k chain by chain in the
-order of sums that the kernels for few tokens have, and scales products of groups as these do.
+order of sums that the kernels for few tokens have, and scales products of groups or weights as these do.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lowbit.passes.kernels.persistent.slices import with_slices
 from lowbit.passes.kernels.prefill.bounds import prefill_bounds
 from lowbit.passes.kernels.prefill_in_order import cost_model, legality
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
+from lowbit.passes.kernels.scales.in_order import scales_products
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _TILES = (
     *((96, 3, 2), (112, 2, 1), (112, 2, 2), (128, 2, 1), (128, 4, 2), (144, 3, 1), (160, 4, 1), (176, 2, 1)),
 )
 """Tokens of a tile, their parts, and banks."""
+_WHOLE_TILES = tuple((tokens, 1, 1) for tokens in (32, 48, 64, 80, 96, 112, 128, 144, 160, 176))
+"""The same where products are added to the sums of a chain directly."""
 _PANELS = (*((128, stages) for stages in (4, 5, 6, 7, 8)), *((64, stages) for stages in (4, 5, 6, 7, 8)), (256, 4))
 """Columns and stages of panels, the most promising first."""
 
@@ -50,8 +53,8 @@ class PrefillInOrder(InOrderFamily[PrefillInOrderSchedule]):
     def of_cut(
         self, spec: MatmulSpec, token_tile: int, target: Target, cut: Mapping[str, Any]
     ) -> Iterator[Candidates[PrefillInOrderSchedule]]:
-        bounds = prefill_bounds(spec, target)
-        for (tokens, parts, banks), cluster in product(_TILES, (1, 2)):
+        bounds, tiles = prefill_bounds(spec, target), _TILES if scales_products(spec) else _WHOLE_TILES
+        for (tokens, parts, banks), cluster in product(tiles, (1, 2)):
             choices: dict[str, Any] = {"cluster": cluster, "parts": parts, "banks": banks}
             kind = PrefillInOrderSchedule(tokens, **choices, **cut)
             if spec.n > ROWS_OF_TILE * (cluster - 1):

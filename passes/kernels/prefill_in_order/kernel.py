@@ -1,7 +1,8 @@
 """The prefill kernel of invariant matmuls: `prefill_in_order_matmul`, which adds up as kernels for few tokens do.
 
 The idea, the loop nest and the map of shared memory are those of `passes.kernels.persistent.kernel`, but that k is
-visited chain by chain, and that products of groups are scaled, in place of weights (`chain_multiplier`).
+visited chain by chain, and that scales multiply what they do in kernels for few tokens: products of groups, or weights
+(`chain_multiplier`).
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ from lowbit.passes.kernels.persistent.scaling import multiplies_raw_codes
 from lowbit.passes.kernels.prefill import legality as prefill
 from lowbit.passes.kernels.prefill_in_order.products import Products
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
+from lowbit.passes.kernels.scales.in_order import scales_weights
 from lowbit.passes.target import Target
 
 _MOST_REGISTERS = 262  # of a thread, by this count: so many do not spill
+_MOST_SCALING = {False: 236, True: 229}  # the same where weights are scaled, by whether tiles are cut
 _SUMS_OF_X = {True: 38, False: 72}  # of these, where x is added up: by whether codes are multiplied as they are stored,
 _SUMS_OF_PART = 4  # and for each part
 
@@ -31,6 +33,8 @@ def misfit(spec: MatmulSpec) -> str:
 
 def products_of(spec: MatmulSpec) -> tuple[str, ...]:
     """Returns `SumOrder.products` of the kernel."""
+    if scales_weights(spec):
+        return ("mma", "scaled weights") if spec.zeros == "int" else ("mma", "scaled weights", "rounded zeros")
     return ("mma", "raw codes") if multiplies_raw_codes(spec) else ("mma",)
 
 
@@ -60,6 +64,7 @@ def spills(spec: MatmulSpec, s: PrefillInOrderSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for the sums of a chain and of those before,
     for products, for two panels' fragments, for what is loaded of a round, and for sums of x."""
     plan = PersistentPlan(spec, s, WGMMA)
+    most = _MOST_SCALING[s.last_tokens > 0] if plan.scaling.of_weights else _MOST_REGISTERS
     banks = s.banks * s.part_tokens // 2 if Products(plan).columns else 0
     of_x = _SUMS_OF_X[plan.scaling.raw_codes] + _SUMS_OF_PART * s.parts if plan.scaling.sums_x else 0
-    return s.tokens + banks + s.panel_k // 2 + loaded_registers(plan) + of_x > _MOST_REGISTERS
+    return s.tokens + banks + s.panel_k // 2 + loaded_registers(plan) + of_x > most

@@ -9,15 +9,15 @@ from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 
 
 class OrderedWeight(Weight):
-    """A weight whose scales multiply products, or the sums of chains."""
+    """A weight whose scales multiply products, the sums of chains, or weights as in kernels of no given order."""
 
     def scale_of(
         self, columns: GroupColumns, panel: int, registers: WeightRegisters
     ) -> tuple[Tile | None, Tile | None]:
         """Returns what a product is multiplied by, for every row in f32, and what the sums of x are, where these make
-        up for zeros or offsets. There is no scale where the sums of chains have it."""
+        up for zeros or offsets. There is no scale where the sums of chains or weights have it."""
         scaling, convert = self.plan.scaling, self.scales.convert
-        if not scaling.groups:
+        if not scaling.groups or scaling.of_weights:
             return None, None
         column = panel * self.plan.schedule.panel_k + columns.start
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowbit.passes.kernels.persistent.group_columns import GroupColumns
+from lowbit.passes.kernels.persistent.group_columns import GroupColumns, groups_of_panel
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import WARPS
 
@@ -48,6 +48,9 @@ class Products:
 
     def of_panel(self, panel: int) -> Iterator[GroupColumns]:
         """Yields the products of a round's panel, in order."""
+        if self.plan.scaling.of_weights:
+            yield from groups_of_panel(self.plan, panel)
+            return
         width, groups = self.plan.schedule.panel_k, max(1, self.plan.scaling.groups)
         of_group = self.plan.round.step // groups
         columns = self.columns or width

@@ -139,5 +139,6 @@ def blocks_per_sm(plan: KernelPlan, target: Target) -> int:
     by_registers = target.registers_per_sm // (s.threads * used)
     if most and plan.engine.takes_registers_left:
         by_registers = most
-    fitting = min(shared_room(plan, target), target.max_threads_per_sm // s.threads, by_registers)
+    by_threads = min(target.max_threads_per_sm // s.threads, target.max_blocks_per_sm)
+    fitting = min(shared_room(plan, target), by_threads, by_registers)
     return min(fitting, most or fitting)

@@ -158,6 +158,8 @@ class MmaPlan(EnginePlan):
         return int((3 + 4 * step / group + ahead) * (3 + self.schedule.row_blocks) / 4)
 
     def clocks(self, costs: EngineCosts, common: DecodeCosts) -> EngineClocks:
+        if self.arithmetic.scaling.rounds_scales:
+            return self._clocks(costs, 0.0, 1.0)
         return self._clocks(costs, self._sums_beside, self._columns_of_sums)
 
 

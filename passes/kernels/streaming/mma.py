@@ -4,7 +4,8 @@
         p   = weights x^T              from zero, or from what makes up for offsets that codes keep
         acc = acc + scale * p          with sums of x where zeros are not subtracted from codes
 
-Sums of x are one mma with ones, for all row blocks of a warp.
+Where weights are scaled (`Scaling.rounds_scales`), products are added to acc directly. Sums of x are one mma with ones,
+for all row blocks of a warp.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Mma(Engine):
         width = self.block.schedule.step_k // groups
         for group in range(groups):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
+            if self.plan.scaling.rounds_scales:
+                total = p.mma(self.weights.scaled(a_group, group), b_group, total)
+                continue
             product = p.mma(a_group, b_group, self._begun(b_group, group * width))
             sums = p.row_sums(b_group, self.row) if self.plan.arithmetic.zeros_in_sums else None
             total = self.scaling.add_scaled(total, product, group, sums)

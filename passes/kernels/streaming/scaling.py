@@ -14,6 +14,7 @@ from lowbit.dialect.formats.byte_codes import byte_exponent
 from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.scales.in_order import scales_weights
 from lowbit.passes.kernels.streaming.steps import Steps
 
 IN_PLACE, MOST_IN_PLACE = 32, 64  # columns of a group and tokens up to which sums of scaled weights stay in place
@@ -31,11 +32,12 @@ class Scaling:
     @property
     def rounds_zeros(self) -> bool:
         """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
-        and the sums of x that would make up for them would cost as much as 64 rows of products. Offsets are added to
-        codes that have been scaled, so scales must be numbers of x's type for that."""
+        and the sums of x that would make up for them would cost as much as 64 rows of products, or where all kernels
+        of an order scale weights. Offsets are added to codes that have been scaled, so scales must be numbers of x's
+        type for that."""
         zeros = self.spec.zeros
         if self.spec.invariant:
-            return False
+            return self.rounds_scales and zeros in ("float", "offset")
         wanted = zeros == "float" or (zeros == "offset" and self._scales_like_x)
         return self.schedule.wgmma and wanted and self.steps.groups > 0 and self._decodes_values
 
@@ -51,10 +53,12 @@ class Scaling:
         - with float zeros: the instruction that subtracts them scales as well;
         - with so many tokens that there are registers for one set of sums only.
 
-        Where one result serves every number of tokens it is never done: mma.sync scales sums.
+        Where one result serves every number of tokens all kernels do it, or none (`scales_weights`).
         """
         s, group = self.schedule, self.spec.packing.padded_group
-        if not s.wgmma or group is None or self.spec.compute or self.spec.invariant:
+        if self.spec.invariant:
+            return scales_weights(self.spec) and not s.raw_codes
+        if not s.wgmma or group is None or self.spec.compute:
             return False
         most = s.tokens * (2 if self.computes_scales and self.has_small_groups else 1)
         less = group <= most or self.rounds_zeros or s.tokens > MOST_SCALED
