@@ -11,7 +11,7 @@ from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
 from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan
 from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums, Zeros
 from lowbit.passes.kernels.eight_bit_prefill.sums_of_x import SumsOfX
-from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain, rounds_of_chain
+from lowbit.passes.kernels.persistent.chain_by_chain import Total, chain_by_chain, rounds_of_chain
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.panels import Panels
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
@@ -70,7 +70,7 @@ class ByteWgmmaMultiplier:
             of_x = self.p.load(adds_up.of_chain(turn, number), (0, 0), row) if adds_up else None
             return carried, [self.weight.scaled(each, turn.here.row_tile, of_x) for each in of_chain]
 
-        found = chain_by_chain(self.p, chains, [layout] * parts, carried, chain)
+        found = chain_by_chain(self.p, chains, [Total(layout)] * parts, carried, chain)
         self.panels.copy_first_of_slice(turn, order)
         return found
 

@@ -11,7 +11,7 @@ from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.byte_weight import ByteWeight
 from lowbit.passes.kernels.eight_bit_prefill.plan import BytesPlan
 from lowbit.passes.kernels.eight_bit_prefill.sums_of_x import SumsOfX
-from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain, rounds_of_chain
+from lowbit.passes.kernels.persistent.chain_by_chain import Total, chain_by_chain, rounds_of_chain
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.mma import MmaLayouts
 from lowbit.passes.kernels.persistent.panels import Panels
@@ -78,7 +78,7 @@ class ByteMmaMultiplier:
             each = zip(sums, sums_of_x, strict=True)
             return carried, [scaled(total, turn.here.row_tile, of_x) for total, of_x in each]
 
-        return chain_by_chain(p, chains, [layout] * self._parts, carried, chain)
+        return chain_by_chain(p, chains, [Total(layout)] * self._parts, carried, chain)
 
     def _zeros(self) -> list[Tile]:
         """The sums of all parts, from zero."""

@@ -13,9 +13,10 @@ Where parts of k are added up by themselves, this is the loop over the chains of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from lowbit.dialect.layouts.layout import Layout
-from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.persistent.chains import Chains
 
 Round = Callable[[Scalar, list[Tile]], list[Tile]]
@@ -26,33 +27,59 @@ Chain = Callable[[Scalar, list[Tile]], tuple[list[Tile], Iterable[Tile]]]
 is added up of its sums, one part of the tokens after the other."""
 
 
+@dataclass(frozen=True)
+class Total:
+    """Where the sums of the chains before lie, of some tokens [rows, tokens]: in registers, or in shared memory."""
+
+    layout: Layout
+    shared: Memory | None = None
+
+
 def chain_by_chain(
-    p: Program, chains: Chains, parts: Sequence[Layout], carried: list[Tile], chain: Chain
+    p: Program, chains: Chains, totals: Sequence[Total], carried: list[Tile], chain: Chain
 ) -> tuple[list[Tile], list[Tile]]:
-    """Multiplies a tile. parts: layouts of the sums, one part of the tokens after the other. Returns what registers
-    hold of the weight at the end, and the sums of all chains."""
+    """Multiplies a tile. totals: those of one part of the tokens after the other; in shared memory only where parts of
+    k are not added up by themselves. Returns what registers hold of the weight at the end, and the sums of all
+    chains."""
     order = chains.order
+    if chains.count == 1:
+        held, sums = chain(Scalar.of(0), carried)
+        return held, list(sums)
 
     def part(number: Scalar, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
         first = number * order.warps_k
-        return _added_up(p, order.warps_k, parts, carried, lambda i, carried: chain(first + i, carried))
+        return _added_up(p, order.warps_k, totals, carried, lambda i, carried: chain(first + i, carried))
 
     if chains.are_apart:
-        return _added_up(p, order.split_k, parts, carried, part)
-    return _added_up(p, chains.count, parts, carried, chain)
+        return _added_up(p, order.split_k, totals, carried, part)
+    return _added_up(p, chains.count, totals, carried, chain)
 
 
 def _added_up(
-    p: Program, count: int, parts: Sequence[Layout], carried: list[Tile], term: Chain
+    p: Program, count: int, totals: Sequence[Total], carried: list[Tile], term: Chain
 ) -> tuple[list[Tile], list[Tile]]:
     """Returns what registers hold at the end, and the sums of so many terms, from -0, which leaves the first as they
     are."""
-    held = len(carried)
-    with p.loop(0, count, [*carried, *(p.constant(-0.0, "f32", part) for part in parts)]) as every:
+    held, zeros = len(carried), list[Tile]()
+    for total in totals:
+        zero = p.constant(-0.0, "f32", total.layout)
+        if total.shared:
+            p.store(zero, total.shared, (0, 0))
+        else:
+            zeros.append(zero)
+    with p.loop(0, count, [*carried, *zeros]) as every:
         left, terms = term(every.index, every.carried[:held])
-        totals = zip(every.carried[held:], terms, strict=True)
-        every.results = [*left, *(p.add(total, each) for total, each in totals)]
-    return every.carried[:held], every.carried[held:]
+        in_registers, sums = iter(every.carried[held:]), list[Tile]()
+        for total, each in zip(totals, terms, strict=True):
+            if total.shared:
+                before = p.load(total.shared, (0, 0), total.layout)
+                p.store(p.add(before, each), total.shared, (0, 0))
+            else:
+                sums.append(p.add(next(in_registers), each))
+        every.results = [*left, *sums]
+    ended = iter(every.carried[held:])
+    found = (p.load(t.shared, (0, 0), t.layout) if t.shared else next(ended) for t in totals)
+    return every.carried[:held], list(found)
 
 
 def rounds_of_chain(p: Program, chains: Chains, chain: Scalar, carried: list[Tile], round_: Round) -> list[Tile]:

@@ -15,16 +15,18 @@ _MOST_UNEVEN = 40  # where none does: all of a tile at once if it has no more th
 
 @dataclass(frozen=True)
 class Staging:
-    """What a warp turns around at a time: sums of `rows` rows of y and up to `tokens` tokens."""
+    """What a warp turns around at a time: sums of `rows` rows of y and up to `tokens` tokens, at most `most`."""
 
     spec: MatmulSpec
     schedule: PrefillSchedule
+    most: int = _TOKENS[0]
 
     @property
     def tokens(self) -> int:
         """Tokens at a time, at most."""
         tokens = min(self.schedule.part_tokens, self.schedule.tokens // self.schedule.split_k)
-        return next((n for n in _TOKENS if tokens % n == 0), tokens if tokens <= _MOST_UNEVEN else 32)
+        uneven = tokens if tokens <= _MOST_UNEVEN else 32
+        return min(self.most, next((n for n in _TOKENS if n <= self.most and tokens % n == 0), uneven))
 
     def pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Yields what is turned around at a time of so many tokens' sums: the first token, and how many."""

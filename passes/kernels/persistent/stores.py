@@ -38,7 +38,7 @@ class StagedStore:
 
     def __init__(self, p: Program, plan: PersistentPlan) -> None:
         self.p, self.spec, self._epilogue = p, plan.spec, epilogue_of(p, plan)
-        self._staging = staging = Staging(plan.spec, plan.schedule)
+        self._staging = staging = plan.staging or Staging(plan.spec, plan.schedule)
         at_a_time, pitch = staging.tokens, staging.pitch
         shape = (WARPS, staging.rows, at_a_time)
         self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))

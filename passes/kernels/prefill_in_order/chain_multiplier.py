@@ -17,33 +17,33 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.product_sums import KeptSums, Product, PromotedSums, Sums, Zeros
-from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain, rounds_of_chain
+from lowbit.passes.kernels.persistent.chain_by_chain import Total, chain_by_chain, rounds_of_chain
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.panels import Panels
-from lowbit.passes.kernels.persistent.plan import PersistentPlan
+from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE
 from lowbit.passes.kernels.persistent.tile_order import Order, Turn
 from lowbit.passes.kernels.persistent.weight_registers import WeightRegisters
 from lowbit.passes.kernels.prefill_in_order.ordered_weight import OrderedWeight
-from lowbit.passes.kernels.prefill_in_order.products import Products
+from lowbit.passes.kernels.prefill_in_order.plan import InOrderPlan
 from lowbit.passes.kernels.prefill_in_order.sums_of_x import SumsOfX
 
 
 class ChainMultiplier:
     """Multiplies tiles in program `p`. Registers for the sums of tiles and slices are kept by their tokens."""
 
-    def __init__(
-        self, p: Program, plan: PersistentPlan, products: Products, banks: int, panels: Panels, weight: OrderedWeight
-    ) -> None:
-        self.p, self.plan, self.products, self.panels, self.weight = p, plan, products, panels, weight
-        self._sums = {tokens: self._sums_of(tokens, banks) for tokens in plan.tiles.tokens}
-        self._of_x = SumsOfX(p, plan, products) if plan.scaling.sums_x else None
+    def __init__(self, p: Program, plan: InOrderPlan, panels: Panels, weight: OrderedWeight) -> None:
+        self.p, self.plan, self.products, self.panels, self.weight = p, plan, plan.products, panels, weight
+        self._sums = {tokens: self._sums_of(tokens) for tokens in plan.tiles.tokens}
+        self._of_x = SumsOfX(p, plan, plan.products) if plan.scaling.sums_x else None
+        shape = ROWS_OF_TILE, plan.shared_tokens
+        self._totals = p.alloc_shared("f32", shape, (plan.pitch, 1)) if plan.shared_tokens else None
 
-    def _sums_of(self, tokens: int, banks: int) -> Sums:
+    def _sums_of(self, tokens: int) -> Sums:
         """The sums of a chain of a tile or slice of so many tokens."""
         if not self.products.columns:
             return KeptSums(self.p, self._layout(tokens), "f32")
         parts = self.products.parts_of(tokens)
-        return PromotedSums(self.p, self._layout(tokens // parts), parts, "f32", banks)
+        return PromotedSums(self.p, self._layout(tokens // parts), parts, "f32", self.plan.schedule.banks)
 
     def _layout(self, tokens: int) -> Layout:
         return self.plan.tiles.rows.local(1, tokens // MMA_M16N8_D.shape[1]) * MMA_M16N8_D
@@ -52,10 +52,9 @@ class ChainMultiplier:
         self.weight.scales.await_copies()
 
     def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
-        tokens = turn.shape.tokens
-        sums, parts = self._sums[tokens], self.products.parts_of(tokens) if self.products.columns else 1
-
-        held, of_rows = len(carried), self._of_x if not self.products.columns else None  # else products have zeros
+        tokens, held = turn.shape.tokens, len(carried)
+        sums, totals = self._sums[tokens], self._totals_of(tokens)
+        of_rows = self._of_x if not self.products.columns else None  # else products have zeros
 
         def round_(index: Scalar, carried: list[Tile]) -> list[Tile]:
             return self._round(turn, sums, index, self.weight.registers.like(carried[:held]), carried[held:])
@@ -67,12 +66,28 @@ class ChainMultiplier:
             of_chain, of_x = list(sums.end_tile()), None
             if of_rows:
                 of_x = self.p.load(of_rows.of_chain(found[held]), (0, 0), self._layout(tokens).reduce((0,)))
-            return found[:held], [self.weight.scaled(each, turn.here.row_tile, of_x) for each in of_chain]
+            scaled = [self.weight.scaled(each, turn.here.row_tile, of_x) for each in of_chain]
+            return found[:held], self._cut(*scaled) if len(totals) > len(scaled) else scaled
 
-        chains, layouts = self.plan.tiles.chains, [self._layout(tokens // parts)] * parts
-        found = chain_by_chain(self.p, chains, layouts, carried, chain)
+        chains = self.plan.tiles.chains
+        found = chain_by_chain(self.p, chains, totals, carried, chain)
         self.panels.copy_first_of_slice(turn, order)
         return found
+
+    def _totals_of(self, tokens: int) -> list[Total]:
+        """The totals of a tile or slice: of its parts, or of the tokens whose totals registers hold, and of others."""
+        if self.products.columns:
+            parts = self.products.parts_of(tokens)
+            return [Total(self._layout(tokens // parts))] * parts
+        held = self.plan.held(tokens)
+        in_registers = [Total(self._layout(held))] if held else []
+        return in_registers + ([Total(self._layout(tokens - held), self._totals)] if held < tokens else [])
+
+    def _cut(self, sums: Tile) -> list[Tile]:
+        """Cuts sums where totals are."""
+        tokens = sums.shape[1]
+        held = self.plan.held(tokens)
+        return [self.p.slice(sums, 1, 0, held), self.p.slice(sums, 1, held, tokens - held)]
 
     def leave(self) -> None:
         """Does nothing: products end before sums are read."""

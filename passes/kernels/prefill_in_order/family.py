@@ -14,11 +14,11 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.in_order_family import InOrderFamily
-from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE
 from lowbit.passes.kernels.persistent.slices import with_slices
 from lowbit.passes.kernels.prefill.bounds import prefill_bounds
 from lowbit.passes.kernels.prefill_in_order import cost_model, legality
+from lowbit.passes.kernels.prefill_in_order.plan import InOrderPlan
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.scales.in_order import scales_products
 from lowbit.passes.target import Target
@@ -31,7 +31,7 @@ _TILES = (
     *((96, 3, 2), (112, 2, 1), (112, 2, 2), (128, 2, 1), (128, 4, 2), (144, 3, 1), (160, 4, 1), (176, 2, 1)),
 )
 """Tokens of a tile, their parts, and banks."""
-_WHOLE_TILES = tuple((tokens, 1, 1) for tokens in (32, 48, 64, 80, 96, 112, 128, 144, 160, 176))
+_WHOLE_TILES = tuple((tokens, 1, 1) for tokens in (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256))
 """The same where products are added to the sums of a chain directly."""
 _PANELS = (*((128, stages) for stages in (4, 5, 6, 7, 8)), *((64, stages) for stages in (4, 5, 6, 7, 8)), (256, 4))
 """Columns and stages of panels, the most promising first."""
@@ -78,7 +78,7 @@ class PrefillInOrder(InOrderFamily[PrefillInOrderSchedule]):
         legality.check_schedule(spec, schedule, target)
 
     def x_boxes(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> Mapping[str, tuple[int, int]]:
-        return PersistentPlan(spec, schedule, WGMMA).x.boxes
+        return InOrderPlan(spec, schedule, WGMMA).x.boxes
 
     def build(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> ir.Module:
         from lowbit.passes.kernels.prefill_in_order.kernel import prefill_in_order_matmul
@@ -86,7 +86,7 @@ class PrefillInOrder(InOrderFamily[PrefillInOrderSchedule]):
         return prefill_in_order_matmul(spec, schedule)
 
     def spills(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> bool:
-        return legality.spills(spec, schedule)
+        return InOrderPlan(spec, schedule, WGMMA).spills
 
 
 @lru_cache(maxsize=1024)  # the kinds of some orders, which all token tiles have
@@ -96,4 +96,4 @@ def _with_panels(
     """Returns a kind with the panels of which chains take the fewest columns, as one schedule; none where none fit."""
     panels = (replace(kind, panel_k=panel_k, num_stages=stages) for panel_k, stages in _PANELS)
     fitting = [s for s in panels if family.fits(spec, s, target)]
-    return tuple(sorted(fitting, key=lambda s: PersistentPlan(spec, s, WGMMA).tiles.columns)[:1])  # stable
+    return tuple(sorted(fitting, key=lambda s: InOrderPlan(spec, s, WGMMA).tiles.columns)[:1])  # stable

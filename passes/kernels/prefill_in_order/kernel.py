@@ -12,21 +12,19 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.engine import WGMMA
 from lowbit.passes.kernels.persistent.kernel import Kernel, Parts
 from lowbit.passes.kernels.persistent.panels import BoxPanels
-from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.stores import StagedStore
 from lowbit.passes.kernels.prefill_in_order.chain_multiplier import ChainMultiplier, OrderedWeight
-from lowbit.passes.kernels.prefill_in_order.products import Products
+from lowbit.passes.kernels.prefill_in_order.plan import InOrderPlan
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 
 
 def prefill_in_order_matmul(spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> ir.Module:
     """The tile program of an invariant matmul, in a module of its own."""
-    plan = PersistentPlan(spec, schedule, WGMMA)
-    products, banks = Products(plan), schedule.banks
+    plan = InOrderPlan(spec, schedule, WGMMA)
     parts = Parts(
         panels=BoxPanels,
         store=StagedStore,
         weight=lambda p: OrderedWeight(p, plan),
-        multiplier=lambda p, panels, weight: ChainMultiplier(p, plan, products, banks, panels, weight),
+        multiplier=lambda p, panels, weight: ChainMultiplier(p, plan, panels, weight),
     )
     return Kernel(plan, parts).build()

@@ -6,19 +6,14 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.engine import WGMMA
-from lowbit.passes.kernels.persistent.legality import loaded_registers
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.scaling import multiplies_raw_codes
 from lowbit.passes.kernels.prefill import legality as prefill
+from lowbit.passes.kernels.prefill_in_order.plan import InOrderPlan
 from lowbit.passes.kernels.prefill_in_order.products import Products
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.scales.in_order import scales_weights
 from lowbit.passes.target import Target
-
-_MOST_REGISTERS = 262  # of a thread, by this count: so many do not spill
-_MOST_SCALING = {False: 236, True: 229}  # the same where weights are scaled, by whether tiles are cut
-_SUMS_OF_X = {True: 38, False: 72}  # of these, where x is added up: by whether codes are multiplied as they are stored,
-_SUMS_OF_PART = 4  # and for each part
 
 
 def misfit(spec: MatmulSpec) -> str:
@@ -44,8 +39,9 @@ def check_schedule(spec: MatmulSpec, s: PrefillInOrderSchedule, target: Target) 
         raise SpecError("schedule: prefill_in_order is for invariant matmuls; take a PrefillSchedule")
     if why := misfit(spec):
         raise SpecError(f"schedule: prefill_in_order does not serve {why}; {prefill.OTHERS}")
-    prefill.check_schedule(spec, s, target)
-    check_rounds(PersistentPlan(spec, s, WGMMA))
+    plan = InOrderPlan(spec, s, WGMMA)
+    prefill.check_plan(plan, target)
+    check_rounds(plan)
 
 
 def check_rounds(plan: PersistentPlan) -> None:
@@ -58,13 +54,3 @@ def check_rounds(plan: PersistentPlan) -> None:
         raise SpecError(
             f"schedule: scales of {step_k} columns are copied 4 bytes at a time; take another order_step_k"
         )
-
-
-def spills(spec: MatmulSpec, s: PrefillInOrderSchedule) -> bool:
-    """Whether a thread is likely to need more registers than there are: for the sums of a chain and of those before,
-    for products, for two panels' fragments, for what is loaded of a round, and for sums of x."""
-    plan = PersistentPlan(spec, s, WGMMA)
-    most = _MOST_SCALING[s.last_tokens > 0] if plan.scaling.of_weights else _MOST_REGISTERS
-    banks = s.banks * s.part_tokens // 2 if Products(plan).columns else 0
-    of_x = _SUMS_OF_X[plan.scaling.raw_codes] + _SUMS_OF_PART * s.parts if plan.scaling.sums_x else 0
-    return s.tokens + banks + s.panel_k // 2 + loaded_registers(plan) + of_x > most

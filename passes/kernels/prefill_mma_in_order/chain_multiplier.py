@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_B_NK
 from lowbit.passes.builder import Program, Scalar, Tile
-from lowbit.passes.kernels.persistent.chain_by_chain import chain_by_chain, rounds_of_chain
+from lowbit.passes.kernels.persistent.chain_by_chain import Total, chain_by_chain, rounds_of_chain
 from lowbit.passes.kernels.persistent.group_columns import GroupColumns
 from lowbit.passes.kernels.persistent.mma import MmaLayouts
 from lowbit.passes.kernels.persistent.panels import Panels
@@ -62,7 +62,7 @@ class MmaChainMultiplier:
             scaled = self.weight.scaled
             return found[:held], [scaled(*each) for each in zip(sums, [turn.here.row_tile] * self._parts, of_x)]
 
-        return chain_by_chain(p, chains, layouts, carried, chain)
+        return chain_by_chain(p, chains, [Total(layout) for layout in layouts], carried, chain)
 
     @property
     def _adds_rows(self) -> bool:
