@@ -68,17 +68,20 @@ class Sums(Protocol):
 
 
 class KeptSums:
-    """Sums that the tensor core adds up from the first column to the last."""
+    """Sums that the tensor core adds up from the first column to the last. at_once: products of a panel, whose weights
+    are ready, are begun together."""
 
-    def __init__(self, p: Program, layout: Layout, element: str) -> None:
-        self.p, self._sums = p, p.accumulator(layout, element)
+    def __init__(self, p: Program, layout: Layout, element: str, at_once: bool = False) -> None:
+        self.p, self._sums, self._at_once = p, p.accumulator(layout, element), at_once
 
     def begin_tile(self) -> None:
         self.p.clear(self._sums)
 
     def begin_panel(self, products: Sequence[Product]) -> None:
         for some in products:
-            self.p.accumulate(some.a, some.x, some.start, self._sums, row=0, more=some is not products[-1])
+            more = some is not products[-1]
+            held = more and self._at_once
+            self.p.accumulate(some.a, some.x, some.start, self._sums, row=0, more=more and not held, held=held)
 
     def begin_others(self) -> None:
         """All are under way."""

@@ -41,7 +41,7 @@ class ChainMultiplier:
     def _sums_of(self, tokens: int) -> Sums:
         """The sums of a chain of a tile or slice of so many tokens."""
         if not self.products.columns:
-            return KeptSums(self.p, self._layout(tokens), "f32")
+            return KeptSums(self.p, self._layout(tokens), "f32", at_once=True)
         parts = self.products.parts_of(tokens)
         return PromotedSums(self.p, self._layout(tokens // parts), parts, "f32", self.plan.schedule.banks)
 
