@@ -447,6 +447,7 @@ def test_what_does_not_fit_is_refused(spec: lowbit.MatmulSpec, schedule: KernelS
     ("spec", "schedule", "message"),
     [
         (S(128, 1024, "u4", 128), MMA, "is for invariant matmuls; take a PrefillMmaSchedule"),
+        (S(128, 1024, "u4", 128, invariant=True), PrefillInOrderSchedule(), "prefill needs sm_90a, the target is emul"),
         (S(128, 1024, "u4", 128, outliers=True, invariant=True), MMA, "does not serve experts, products of 8 bits"),
         (
             S(128, 1024, "u4", 128, invariant=True),

@@ -79,9 +79,9 @@ class KeptSums:
 
     def begin_panel(self, products: Sequence[Product]) -> None:
         for some in products:
-            more = some is not products[-1]
-            held = more and self._at_once
-            self.p.accumulate(some.a, some.x, some.start, self._sums, row=0, more=more and not held, held=held)
+            joined = some is not products[-1]
+            more, held = joined and not self._at_once, joined and self._at_once
+            self.p.accumulate(some.a, some.x, some.start, self._sums, row=0, more=more, held=held)
 
     def begin_others(self) -> None:
         """All are under way."""

@@ -45,9 +45,14 @@ _EXTRAS: tuple[Extra[PersistentPlan], ...] = (
 
 def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
+    check_target(target)
+    check_plan(PersistentPlan(spec, s, WGMMA), target)
+
+
+def check_target(target: Target) -> None:
+    """Raises SpecError where a target has no wgmma."""
     if not target.has_wgmma:
         raise SpecError(f"schedule: prefill needs sm_90a, the target is {target}; {OTHERS}")
-    check_plan(PersistentPlan(spec, s, WGMMA), target)
 
 
 def check_plan(plan: PersistentPlan, target: Target) -> None:

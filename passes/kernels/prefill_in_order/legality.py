@@ -37,6 +37,7 @@ def check_schedule(spec: MatmulSpec, s: PrefillInOrderSchedule, target: Target) 
     """Raises SpecError where a schedule does not fit a spec or a target."""
     if not spec.invariant:
         raise SpecError("schedule: prefill_in_order is for invariant matmuls; take a PrefillSchedule")
+    prefill.check_target(target)
     if why := misfit(spec):
         raise SpecError(f"schedule: prefill_in_order does not serve {why}; {prefill.OTHERS}")
     plan = InOrderPlan(spec, s, WGMMA)
