@@ -11,9 +11,18 @@ from lowbit.passes.kernels.base import KernelSchedule, check_type
 
 TOKEN_TILES = (1, 8, 16, 32, 64, 128, 256)  # most tokens of a launch that have a kernel of their own
 ROTATED = (8, 16)  # tokens whose blocks begin at different columns; with fewer, x is little; more gained nothing
+REFILL_AFTER_MMA = 128  # tokens from which on a round has too many copies for its first product to wait for them
 
 
 Refill = Literal["before_mma", "after_first_mma", "per_warp"]
+
+
+def usual_refill(tokens: int, warps_n: int) -> Refill:
+    """`Schedule.refill` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is,
+    the longer they wait for one another."""
+    if (warps_n >= 16 and tokens >= 64) or (warps_n >= 8 and tokens >= 256):
+        return "per_warp"
+    return "after_first_mma" if tokens >= REFILL_AFTER_MMA else "before_mma"
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,16 @@ from functools import cached_property, lru_cache
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.costs import DecodeCosts, EngineCosts
 from lowbit.passes.kernels.base import SURE
-from lowbit.passes.kernels.decode.schedule import Refill, Schedule
+from lowbit.passes.kernels.decode.schedule import Schedule, usual_refill
 from lowbit.passes.kernels.streaming.arithmetic import arithmetic_of
 from lowbit.passes.kernels.streaming.cost_model import correction, costs_of
 from lowbit.passes.kernels.streaming.engine_plans import COLUMNS, overlapped
 from lowbit.passes.kernels.streaming.scaling import IN_PLACE
 from lowbit.passes.target import Target
 
-REFILL_AFTER_MMA = 128  # tokens from which on a round has too many copies for its first product to wait for them
 _MOST_STAGES = 3
 _LONGEST_STEP = 256  # columns
 _MOST_ROW_BLOCKS = 32  # of a block
-
-
-def usual_refill(tokens: int, warps_n: int) -> Refill:
-    """`Schedule.refill` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is,
-    the longer they wait for one another."""
-    if (warps_n >= 16 and tokens >= 64) or (warps_n >= 8 and tokens >= 256):
-        return "per_warp"
-    return "after_first_mma" if tokens >= REFILL_AFTER_MMA else "before_mma"
 
 
 @dataclass(frozen=True)

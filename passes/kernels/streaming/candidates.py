@@ -12,9 +12,9 @@ from typing import TypeVar
 from lowbit.dialect.formats.integer_limbs import PIECE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily
-from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule, usual_refill
 from lowbit.passes.kernels.requirements import can_use_wgmma
-from lowbit.passes.kernels.streaming.bounds import known_bounds, usual_refill
+from lowbit.passes.kernels.streaming.bounds import known_bounds
 from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, spills
 from lowbit.passes.kernels.streaming.engine_plans import SPREAD, can_spread, has_integer_mma
 from lowbit.passes.kernels.streaming.legality import enough_blocks, group_fits

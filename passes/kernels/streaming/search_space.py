@@ -13,10 +13,9 @@ from typing import Any, TypeVar, get_args
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily
-from lowbit.passes.kernels.decode.schedule import MOST_BLOCKS_PER_SM, Refill, Schedule
+from lowbit.passes.kernels.decode.schedule import MOST_BLOCKS_PER_SM, REFILL_AFTER_MMA, Refill, Schedule, usual_refill
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.kernels.streaming.arithmetic import can_use_raw_codes
-from lowbit.passes.kernels.streaming.bounds import REFILL_AFTER_MMA, usual_refill
 from lowbit.passes.kernels.streaming.candidates import without_room
 from lowbit.passes.kernels.streaming.cost_model import predict, spills
 from lowbit.passes.kernels.streaming.engine_plans import can_spread
