@@ -14,6 +14,7 @@ from eight_bit_problems import in_order as by_definition
 from sweeps import swept
 
 import lowbit
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats import byte_codes
 from lowbit.passes.codegen.cubin import resource_usage
@@ -64,6 +65,10 @@ SPECS = {
     "float zeros of rows": S(128, K, "u4", zeros="float"),
     "offsets of rows": S(128, K, "i8", zeros="offset", act="bf16", scale="bf16", row_scales=True),
     "q4_k": S.preset("q4_k", 128, 2 * K),
+    "q2_k in bf16": replace(S.preset("q2_k", 128, 2 * K), act="bf16"),
+    "second levels with zeros": S(
+        128, K, "u3", 16, zeros="float", scale="u3", bilevel=Bilevel(rows=16, groups=1, zeros=True)
+    ),
     "q3_k": S.preset("q3_k", 128, 2 * K),
     "nested nf4": S.preset("nf4_nested", 128, K, act="bf16"),
     "fp8": S(136, K, "f8e4m3", compute="f8e4m3", bias=True),

@@ -57,7 +57,9 @@ class Scaling:
     @cached_property
     def scaled(self) -> Scaled:
         """What scales multiply: of an order of sums what they multiply in kernels for few tokens."""
-        if self.round.schedule.order and not scales_weights(self.spec):
+        if self.round.schedule.order:
+            if scales_weights(self.spec):
+                return Scaled.WEIGHTS
             return Scaled.PRODUCTS if scales_products(self.spec) else Scaled.SUMS
         return self._of_bytes if self.spec.compute else self._of_numbers
 

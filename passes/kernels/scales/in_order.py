@@ -12,14 +12,16 @@ def scales_weights(spec: MatmulSpec) -> bool:
 
     One instruction scales and adds what zeros and offsets take; kernels for many tokens have nothing to do between two
     products of a chain then, and no sums of x. Without zeros codes are multiplied as they are stored, which is faster
-    for few tokens. Codes and scales must be numbers of x's type.
+    for few tokens. Codes must be numbers of x's type, and scales, too; those of a second level, with their offsets, are
+    rounded to it.
     """
     if not spec.invariant or spec.zeros == "none" or spec.group_size is None:
         return False
-    if spec.compute or spec.bilevel or spec.outliers or spec.experts > 1:
+    if spec.compute or spec.outliers or spec.experts > 1:
         return False
     element = compute_element(spec.dtype, spec.act)
-    return spec.scale in (spec.act, "e4m3") and element == spec.act and exponent(spec.dtype, element) == 0
+    alike = spec.zeros == "offset" if spec.bilevel else spec.scale in (spec.act, "e4m3")
+    return alike and element == spec.act and exponent(spec.dtype, element) == 0
 
 
 def scales_products(spec: MatmulSpec) -> bool:
