@@ -77,6 +77,9 @@ class PrefillInOrder(InOrderFamily[PrefillInOrderSchedule]):
     def check(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
 
+    def rounding(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> dict[str, bool]:
+        return InOrderPlan(spec, schedule, WGMMA).scaling.rounding
+
     def x_boxes(self, spec: MatmulSpec, schedule: PrefillInOrderSchedule) -> Mapping[str, tuple[int, int]]:
         return InOrderPlan(spec, schedule, WGMMA).x.boxes
 

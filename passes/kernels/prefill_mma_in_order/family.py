@@ -35,6 +35,9 @@ class PrefillMmaInOrder(MmaInOrderFamily[PrefillMmaInOrderSchedule]):
     def products_of(self, spec: MatmulSpec) -> tuple[str, ...]:
         return products_of(spec)
 
+    def rounding(self, spec: MatmulSpec, schedule: PrefillMmaInOrderSchedule) -> dict[str, bool]:
+        return self.plan(spec, schedule).scaling.rounding
+
     def plan(self, spec: MatmulSpec, schedule: PrefillMmaInOrderSchedule) -> PersistentPlan:
         return PersistentPlan(spec, schedule, MMA)
 
