@@ -23,7 +23,8 @@ class Scaled(Enum):
 
     SUMS            the sums of all columns, at the end of a tile: scales of whole rows
     PRODUCTS        products of a group, which are added to sums: of bytes, and of some where an order of sums is given
-    WEIGHTS         weights, in x's type, of which scales are numbers; they are rounded as `dequantize` rounds them
+    WEIGHTS         weights, in x's type, of which scales are numbers; they are rounded as `dequantize` rounds them. In
+                    a given order of sums, scales of a second level are rounded to x's type first
     WEIGHTS_IN_TWO  the same with two numbers of x's type that add up to a scale: 16 of its bits in bf16, which has the
                     range of f32. So s_high q + s_low q is as good as rounded once
     WEIGHTS_BY_PANEL  the same with numbers that a warp computes once for a panel (`PanelScales`): 22 bits in f16

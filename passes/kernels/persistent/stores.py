@@ -16,7 +16,6 @@ from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.epilogue import Epilogue
 from lowbit.passes.kernels.persistent.plan import PersistentPlan
 from lowbit.passes.kernels.persistent.schedule import ROWS_OF_TILE, WARPS
-from lowbit.passes.kernels.persistent.staging import Staging
 from lowbit.passes.kernels.persistent.tile_order import Position
 
 
@@ -38,7 +37,9 @@ class StagedStore:
 
     def __init__(self, p: Program, plan: PersistentPlan) -> None:
         self.p, self.spec, self._epilogue = p, plan.spec, epilogue_of(p, plan)
-        self._staging = staging = plan.staging or Staging(plan.spec, plan.schedule)
+        if plan.staging is None:
+            raise ValueError(f"{plan.schedule} has no shared memory to turn y around in")
+        self._staging = staging = plan.staging
         at_a_time, pitch = staging.tokens, staging.pitch
         shape = (WARPS, staging.rows, at_a_time)
         self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))

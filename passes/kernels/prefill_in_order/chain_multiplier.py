@@ -53,7 +53,7 @@ class ChainMultiplier:
 
     def tile(self, turn: Turn, order: Order, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
         tokens, held = turn.shape.tokens, len(carried)
-        sums, totals = self._sums[tokens], self._totals_of(tokens)
+        sums, totals, chains = self._sums[tokens], self._totals_of(tokens), self.plan.tiles.chains
         of_rows = self._of_x if not self.products.columns else None  # else products have zeros
 
         def round_(index: Scalar, carried: list[Tile]) -> list[Tile]:
@@ -69,25 +69,27 @@ class ChainMultiplier:
             scaled = [self.weight.scaled(each, turn.here.row_tile, of_x) for each in of_chain]
             return found[:held], self._cut(*scaled) if len(totals) > len(scaled) else scaled
 
-        chains = self.plan.tiles.chains
         found = chain_by_chain(self.p, chains, totals, carried, chain)
         self.panels.copy_first_of_slice(turn, order)
         return found
 
     def _totals_of(self, tokens: int) -> list[Total]:
-        """The totals of a tile or slice: of its parts, or of the tokens whose totals registers hold, and of others."""
+        """The totals of a tile or slice: those of parts beside products, else by where they are."""
         if self.products.columns:
             parts = self.products.parts_of(tokens)
             return [Total(self._layout(tokens // parts))] * parts
-        held = self.plan.held(tokens)
-        in_registers = [Total(self._layout(held))] if held else []
-        return in_registers + ([Total(self._layout(tokens - held), self._totals)] if held < tokens else [])
+        places = zip(self._shares(tokens), (None, self._totals), strict=True)
+        return [Total(self._layout(share), shared) for share, shared in places if share]
 
     def _cut(self, sums: Tile) -> list[Tile]:
-        """Cuts sums where totals are."""
-        tokens = sums.shape[1]
-        held = self.plan.held(tokens)
-        return [self.p.slice(sums, 1, 0, held), self.p.slice(sums, 1, held, tokens - held)]
+        """The sums of those tokens whose totals registers hold, and of the others."""
+        first, others = self._shares(sums.shape[1])
+        return [self.p.slice(sums, 1, 0, first), self.p.slice(sums, 1, first, others)]
+
+    def _shares(self, tokens: int) -> tuple[int, int]:
+        """How many tokens' totals are in registers, and in shared memory."""
+        first = self.plan.register_tokens(tokens)
+        return first, tokens - first
 
     def leave(self) -> None:
         """Does nothing: products end before sums are read."""

@@ -37,14 +37,13 @@ class InOrderPlan(PersistentPlan):
     @cached_property
     def shared_tokens(self) -> int:
         """Tokens of a tile whose totals are in shared memory."""
-        return self.schedule.tokens - self.held(self.schedule.tokens)
+        return self.schedule.tokens - self.register_tokens(self.schedule.tokens)
 
-    def held(self, tokens: int) -> int:
+    def register_tokens(self, tokens: int) -> int:
         """Returns of how many tokens of a tile or slice registers hold the totals: the first ones."""
         if self.products.columns or self.tiles.chains.count == 1:
             return tokens
-        room = _MOST_OF_SUMS[self.schedule.last_tokens > 0] - self._registers(tokens)
-        return min(tokens, max(0, 2 * room // _HELD * _HELD))
+        return min(tokens, max(0, 2 * self._free_registers(tokens) // _HELD * _HELD))
 
     @property
     def pitch(self) -> int:
@@ -63,15 +62,14 @@ class InOrderPlan(PersistentPlan):
     @property
     def spills(self) -> bool:
         """Whether a thread is likely to need more registers than there are."""
-        needed = self._registers(self.schedule.tokens)
-        if self.products.columns:
-            return needed + self.schedule.tokens // 2 > _MOST_REGISTERS
-        return needed > _MOST_OF_SUMS[self.schedule.last_tokens > 0]
+        return self._free_registers(self.schedule.tokens) < 0
 
-    def _registers(self, tokens: int) -> int:
-        """Registers of a thread besides those of totals: for the sums of a chain, for products, for two panels'
-        fragments, for what is loaded of a round, and for sums of x."""
-        s = self.schedule
-        banks = s.banks * s.part_tokens // 2 if self.products.columns else 0
+    def _free_registers(self, tokens: int) -> int:
+        """Registers of a thread that are left by the sums of a chain, products, two panels' fragments, what is loaded
+        of a round, and sums of x; beside products by totals, too."""
+        s, products = self.schedule, self.products.columns > 0
+        sums = tokens if products else tokens // 2
+        banks = s.banks * s.part_tokens // 2 if products else 0
         of_x = _SUMS_OF_X[self.scaling.raw_codes] + _SUMS_OF_PART * s.parts if self.scaling.sums_x else 0
-        return tokens // 2 + banks + s.panel_k // 2 + loaded_registers(self) + of_x
+        most = _MOST_REGISTERS if products else _MOST_OF_SUMS[s.last_tokens > 0]
+        return most - (sums + banks + s.panel_k // 2 + loaded_registers(self) + of_x)

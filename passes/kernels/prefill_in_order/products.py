@@ -48,14 +48,12 @@ class Products:
 
     def of_panel(self, panel: int) -> Iterator[GroupColumns]:
         """Yields the products of a round's panel, in order."""
-        if self.plan.scaling.of_weights:
+        if not self.columns:
             yield from groups_of_panel(self.plan, panel)
             return
-        width, groups = self.plan.schedule.panel_k, max(1, self.plan.scaling.groups)
-        of_group = self.plan.round.step // groups
-        columns = self.columns or width
-        for start in range(0, width, columns):
-            yield GroupColumns(start, columns, (panel * width + start) // of_group)
+        width, of_group = self.plan.schedule.panel_k, self.plan.round.step // self.plan.scaling.groups
+        for start in range(0, width, self.columns):
+            yield GroupColumns(start, self.columns, (panel * width + start) // of_group)
 
     def sharing(self, tokens: int) -> tuple[int, int]:
         """Returns how many warps share out the products and the tokens of a panel where they add up x; what is left of

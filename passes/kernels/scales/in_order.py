@@ -7,13 +7,12 @@ from lowbit.dialect.spec import MatmulSpec
 
 
 def scales_weights(spec: MatmulSpec) -> bool:
-    """Tells whether all kernels of an invariant matmul scale weights, rounded as `dequantize` rounds them, in place of
-    products.
+    """Tells whether all kernels of an invariant matmul scale weights, in place of products.
 
     One instruction scales and adds what zeros and offsets take; kernels for many tokens have nothing to do between two
     products of a chain then, and no sums of x. Without zeros codes are multiplied as they are stored, which is faster
-    for few tokens. Codes must be numbers of x's type, and scales, too; those of a second level, with their offsets, are
-    rounded to it.
+    for few tokens. Codes must be numbers of x's type. Scales must be, too, so that weights are rounded as `dequantize`
+    rounds them; those of a second level with offsets are rounded to x's type first, as the offsets are.
     """
     if not spec.invariant or spec.zeros == "none" or spec.group_size is None:
         return False

@@ -124,13 +124,18 @@ class EnginePlan(ABC):
 
     @property
     def _columns_of_sums(self) -> float:
-        """Columns of sums for a column of weights, of a group, or of a step of it."""
+        """Columns of sums for a column of weights, of a group, or of a step of it; 1 where weights are scaled."""
         s = self.schedule
+        if self.arithmetic.scaling.rounds_scales:
+            return 1.0
         return s.mma_columns / min(self.spec.group_size or s.step_k, s.step_k)
 
     @property
     def _sums_beside(self) -> float:
-        """Products that add up x for zeros, as a part of those with weights: one more for all row blocks of a warp."""
+        """Products that add up x for zeros, as a part of those with weights: one more for all row blocks of a warp, and
+        none where weights are scaled."""
+        if self.arithmetic.scaling.rounds_scales:
+            return 0.0
         zeros, bits = self.spec.zeros, self.spec.packing.bits
         sums_x = zeros in ("float", "offset") or (zeros == "int" and bits <= OFFSET_BITS)
         return 1 / self.schedule.row_blocks if sums_x else 0.0
@@ -158,8 +163,6 @@ class MmaPlan(EnginePlan):
         return int((3 + 4 * step / group + ahead) * (3 + self.schedule.row_blocks) / 4)
 
     def clocks(self, costs: EngineCosts, common: DecodeCosts) -> EngineClocks:
-        if self.arithmetic.scaling.rounds_scales:
-            return self._clocks(costs, 0.0, 1.0)
         return self._clocks(costs, self._sums_beside, self._columns_of_sums)
 
 
@@ -273,7 +276,7 @@ class WgmmaPlan(EnginePlan):
         return scaled and not self.schedule.preload_weights
 
     def clocks(self, costs: EngineCosts, common: DecodeCosts) -> EngineClocks:
-        scaled = 1.0 if self.arithmetic.scaling.rounds_scales else self._columns_of_sums
+        scaled = self._columns_of_sums
         if not self.arithmetic.zeros_in_sums:
             return self._clocks(costs, 0.0, scaled)
         if self.spec.compute:

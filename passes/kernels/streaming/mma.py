@@ -48,13 +48,17 @@ class Mma(Engine):
         width = self.block.schedule.step_k // groups
         for group in range(groups):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
-            if self.plan.scaling.rounds_scales:
-                total = p.mma(self.weights.scaled(a_group, group), b_group, total)
-                continue
-            product = p.mma(a_group, b_group, self._begun(b_group, group * width))
-            sums = p.row_sums(b_group, self.row) if self.plan.arithmetic.zeros_in_sums else None
-            total = self.scaling.add_scaled(total, product, group, sums)
+            total = self._add_group(total, a_group, b_group, group, group * width)
         return [total]
+
+    def _add_group(self, total: Tile, weights: Tile, x: Tile, group: int, start: int) -> Tile:
+        """Returns the total with the products of a group's weights and x, columns `start` .. of the step."""
+        p = self.p
+        if self.plan.scaling.rounds_scales:
+            return p.mma(self.weights.scaled(weights, group), x, total)
+        product = p.mma(weights, x, self._begun(x, start))
+        sums = p.row_sums(x, self.row) if self.plan.arithmetic.zeros_in_sums else None
+        return self.scaling.add_scaled(total, product, group, sums)
 
     def end(self, carried: list[Tile]) -> Tile:
         return self.scaling.whole(*carried)
