@@ -1,8 +1,9 @@
 """Which order of sums an invariant matmul should have (docs/invariant.md): orders that are predicted to be fast, timed.
 
-Of every order the schedules that are predicted to be the fastest are timed coarsely, for few tokens and for prompts.
-Then the best schedule of each of the best orders is timed finely, beside what is chosen without `invariant`. At last
-rows of all its kernels are compared, bit by bit, in f32.
+Of every order the schedules that are predicted to be the fastest are timed coarsely, for few tokens and for prompts;
+of the best orders those, too, that are one choice away from the best for few tokens. Then the best schedule of
+each of these orders is timed finely, beside what is chosen without `invariant`. At last rows of all kernels of the best
+one are compared, bit by bit, in f32.
 
     python -m benchmarks orders 4096x4096,8192x8192 -w u4 -g 128     # on a GPU: orders.json
     python -m benchmarks orders --write orders.json                  # to the tables that lowbit comes with
@@ -13,32 +14,37 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lowbit
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule, operations_of
 from lowbit.passes.kernels.registry import FAMILIES, family_of, schedule_from_dict, schedule_to_dict
-from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.kernels.sum_order import CUT, SumOrder
 from lowbit.passes.scheduling.order_choice import MANY, SLACK, TOKENS, ranked_orders
-from lowbit.passes.scheduling.order_tables import CUT, FOLDER, known_orders, to_text
+from lowbit.passes.scheduling.order_tables import FOLDER, known_orders, to_text
 from lowbit.passes.scheduling.tables import Entry, Key, read_table
 from lowbit.passes.target import Target
 from lowbit.pylib.model_speed.table import aligned
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Compilers, Failed, kernel_id
 
+if TYPE_CHECKING:
+    from lowbit.pylib.tune.gpu import Stand
+
 ALL = (*TOKENS, *MANY)
 WIDE = 1.35  # times as long as with the best order few tokens may be predicted to take, for an order to be timed
 FINE = 3  # orders that are timed finely
 COARSE_REPLAYS, FINE_REPLAYS = 3, 7
 
+Schedules = Mapping[int, Sequence[KernelSchedule]]  # by number of tokens
 Options = dict[SumOrder, dict[int, list[KernelSchedule]]]  # by order and number of tokens, the most promising first
 Time = Callable[[Problem, KernelSchedule, int], float]  # microseconds; inf where a kernel could not be compiled
 
@@ -95,7 +101,7 @@ def best_orders(spec: MatmulSpec, found: Options, time: Time) -> list[Timed]:
 def _timed(
     spec: MatmulSpec,
     order: SumOrder,
-    schedules: Mapping[int, Sequence[KernelSchedule]],
+    schedules: Schedules,
     time: Time,
     replays: int,
 ) -> Timed:
@@ -109,11 +115,44 @@ def _timed(
     return found
 
 
+def with_neighbours(spec: MatmulSpec, target: Target, timed: Timed) -> Schedules:
+    """Returns the schedules of an order, for few tokens with those of it that are one choice away."""
+    found: dict[int, list[KernelSchedule]] = {}
+    for m, s in timed.schedules.items():
+        family = family_of(s)
+        near = [] if family.takes_any_tokens else family.neighbours(spec, _tile(spec, s, m, target), target, s)
+        found[m] = [s, *(other for other in near if family.sum_order(spec, other) == timed.order)]
+    return found
+
+
 def choose(timed: Sequence[Timed]) -> Timed:
     """Returns the order to take: of those with which few tokens take hardly longer than with the best, the one that
     takes the least for few and many."""
     least = min(each.few() for each in timed)
     return min((each for each in timed if each.few() <= SLACK * least), key=Timed.all)
+
+
+class _Kernels:
+    """The kernels of a matmul: compiled many at a time, and timed on this machine's GPU."""
+
+    def __init__(self, spec: MatmulSpec, compilers: Compilers, stand: Stand, log: Callable[[str], None]) -> None:
+        self._spec, self._compilers, self._stand, self._log = spec, compilers, stand, log
+        self._jobs: dict[tuple[int, KernelSchedule], Future[str]] = {}
+
+    def begin(self, every: Iterable[Schedules]) -> None:
+        """Starts to compile."""
+        for m, schedule in {(m, s): None for of_m in every for m, some in of_m.items() for s in some}:
+            if (m, schedule) not in self._jobs:
+                self._jobs[m, schedule] = self._compilers.submit(Problem(self._spec, m), schedule)
+
+    def time(self, problem: Problem, schedule: KernelSchedule, replays: int) -> float:
+        """Microseconds; inf where a kernel could not be compiled."""
+        try:
+            self._jobs[problem.token_tile, schedule].result()
+        except Failed as error:
+            self._log(f"not compiled: {error}")
+            return math.inf
+        return self._stand.time(problem, schedule, replays)
 
 
 def measure(
@@ -126,25 +165,14 @@ def measure(
     with Compilers(target) as compilers:
         stand = Stand(target)
         for spec in specs:
-            found = options(spec, target, orders, each)
-            jobs = {
-                (m, s): compilers.submit(Problem(spec, m), s)
-                for of_m in found.values()
-                for m, schedules in of_m.items()
-                for s in schedules
-            }
-
-            def time(problem: Problem, schedule: KernelSchedule, replays: int, jobs: Any = jobs) -> float:
-                try:
-                    jobs[problem.token_tile, schedule].result()
-                except Failed as error:
-                    log(f"not compiled: {error}")
-                    return math.inf
-                return stand.time(problem, schedule, replays)
-
+            kernels, found = _Kernels(spec, compilers, stand, log), options(spec, target, orders, each)
+            kernels.begin(found.values())
+            near = {each.order: with_neighbours(spec, target, each) for each in best_orders(spec, found, kernels.time)}
+            kernels.begin(near.values())
+            refined = [_timed(spec, order, of_m, kernels.time, COARSE_REPLAYS) for order, of_m in near.items()]
             final = [
-                _timed(spec, coarse.order, {m: [s] for m, s in coarse.schedules.items()}, time, FINE_REPLAYS)
-                for coarse in best_orders(spec, found, time)
+                _timed(spec, coarse.order, {m: [s] for m, s in coarse.schedules.items()}, kernels.time, FINE_REPLAYS)
+                for coarse in refined
             ]
             best = choose(final)
             record = written(spec, final, best, usual_times(spec))
@@ -157,6 +185,7 @@ def measure(
 def usual_times(spec: MatmulSpec) -> dict[int, float]:
     """Returns microseconds for each number of tokens of what is chosen without `invariant`."""
     from lowbit.pylib.tune import timing, trial
+    from lowbit.pylib.tune.gpu import time_of
 
     plain = replace(spec, invariant=False)
     mm, data = lowbit.compile(plain), trial.sample(plain, ALL[-1], "cuda", 127, dequantized=True)
@@ -165,7 +194,7 @@ def usual_times(spec: MatmulSpec) -> dict[int, float]:
     for of_m in calls.values():
         for call in of_m:
             call()
-    return {m: timing.graph_time(of_m, FINE_REPLAYS).median for m, of_m in calls.items()}
+    return {m: time_of(of_m, m, FINE_REPLAYS) for m, of_m in calls.items()}
 
 
 def have_equal_bits(spec: MatmulSpec, timed: Timed, target: Target) -> bool:
@@ -204,7 +233,7 @@ def written(spec: MatmulSpec, timed: Sequence[Timed], best: Timed, usual: Mappin
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Returns microseconds, and times as long as the usual choice."""
-    rows = [["n x k", "split_k x warps_k x step_k", *map(str, ALL), "1 to 64"]]
+    rows = [["n x k", " x ".join(CUT), *map(str, ALL), "1 to 64"]]
     for record in records:
         usual = {m: record["usual_us"][str(m)] for m in ALL}
         size = f"{record['spec']['n']} x {record['spec']['k']}"

@@ -4,7 +4,7 @@
 
 // Choices given as options go to every matmul that has none. Dashes and underscores mean the same.
 // CHECK-LABEL: func.func @free
-// CHECK:         schedule = {cluster = 1, family = "decode"
+// CHECK:         schedule = {chains = 1, cluster = 1, family = "decode"
 // CHECK:           refill = "before_mma",
 // CHECK:           row_blocks = 1, split_k = 3, spread_k = false, step_k = 64, tokens = 16, warps_k = 4, warps_n = 2, wgmma = false}
 

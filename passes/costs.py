@@ -70,6 +70,8 @@ class DecodeCosts:
     scaled_warps   warps on a multiprocessor that hide their latency
     lone           times as long where blocks start and end alone on a multiprocessor, wave after wave (`spread_k`)
     spread_start   microseconds more until blocks with `spread_k` have begun, as x is laid out over columns
+    preloaded      times as long as the model expects with preloaded weights and two tokens or more: kernels that run
+                   side by side hide each other's ends
     split_limbs    clocks for 256 codes, divided by the row blocks that share the digits of x
     outlier        clocks of a multiprocessor for the product of an outlier and a token
     """
@@ -85,6 +87,7 @@ class DecodeCosts:
     scaled_warps: float
     lone: float
     spread_start: float
+    preloaded: float
     split_limbs: float
     outlier: float
 

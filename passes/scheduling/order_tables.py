@@ -3,7 +3,7 @@
 An entry says with which order the kernels of one matmul took the least time, over 1, 4, 16 and 64 tokens and a prompt:
 
     {"weight": "u4", "n": 4096, "k": 4096, "group_size": 128, "zeros": "none", "scale": "f16", "act": "f16",
-     "split_k": 2, "warps_k": 4, "step_k": 128}
+     "parts": 1, "chains": 8, "step_k": 128}
 
 Fields of a spec that are not there have the values that they usually have. These files are part of lowbit as its
 sources are, and no user's table adds to them: so the order of a matmul is the same on all machines with one version of
@@ -22,13 +22,11 @@ from typing import Any
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import operations_of
 from lowbit.passes.kernels.registry import FAMILIES
-from lowbit.passes.kernels.sum_order import SumOrder
+from lowbit.passes.kernels.sum_order import CUT, SumOrder
 from lowbit.passes.scheduling.tables import Key
 from lowbit.passes.target import Target
 
 FOLDER = Path(__file__).parent / "orders"
-CUT = ("split_k", "warps_k", "step_k")
-"""The fields of an order that a file has; what else there is of it follows from the spec."""
 
 
 def measured_order(spec: MatmulSpec, target: Target) -> SumOrder | None:

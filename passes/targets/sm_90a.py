@@ -65,6 +65,7 @@ _DECODE = DecodeCosts(
     scaled_warps=18.0,
     lone=1.18,
     spread_start=1.2,
+    preloaded=0.7,
     split_limbs=7.4,
     outlier=0.28,  # 8192 x 8192: some 6, 12, 25 and 62 us more for 8, 16, 32 and 64 tokens
 )

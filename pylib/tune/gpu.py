@@ -45,6 +45,15 @@ class Weights:
     copies: list[PackedWeight]
 
 
+def time_of(calls: Sequence[Call], tokens: int, replays: int) -> float:
+    """Microseconds per call, in a CUDA graph: after a rest; from `HOT_TOKENS` tokens on, half way between that and what
+    a GPU does that never rests. A few replays are coarser: whatever the GPU is at."""
+    if replays <= FEW:
+        return timing.graph_time(calls, replays, least_us=1000.0, rest_seconds=0.0).median
+    rested = timing.graph_time(calls, replays).median
+    return rested if tokens < HOT_TOKENS else (rested + timing.sustained_time(calls).median) / 2
+
+
 class Stand:
     """A test stand for kernels on this machine's GPU."""
 
@@ -55,13 +64,9 @@ class Stand:
         torch.zeros(1, device="cuda")  # makes the context
 
     def time(self, problem: Problem, schedule: KernelSchedule, replays: int) -> float:
-        """Microseconds per call, in a CUDA graph: after a rest; from `HOT_TOKENS` tokens on, half way between that and
-        what a GPU does that never rests. A few replays are coarser: whatever the GPU is at."""
+        """Microseconds per call (`time_of`)."""
         calls, _, _ = self._kernel(problem, schedule)
-        if replays <= FEW:
-            return timing.graph_time(calls, replays, least_us=1000.0, rest_seconds=0.0).median
-        rested = timing.graph_time(calls, replays).median
-        return rested if problem.token_tile < HOT_TOKENS else (rested + timing.sustained_time(calls).median) / 2
+        return time_of(calls, problem.token_tile, replays)
 
     def check(self, problem: Problem, schedule: KernelSchedule) -> bool:
         """Tells whether all outputs are right, both of a launch that has the GPU to itself and of one among others."""

@@ -13,7 +13,7 @@ from torch import Tensor
 import lowbit
 from lowbit.dialect.formats import byte_codes
 from lowbit.dialect.formats.byte_codes import COMPUTE
-from lowbit.passes.kernels.sum_order import APART, SumOrder
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.reference import dequantize, matmul
 from lowbit.pylib.runtime.activation import VALUES, quantize_rows
@@ -65,10 +65,10 @@ def in_order(spec: lowbit.MatmulSpec, order: SumOrder, x: Tensor, tensors: dict[
     differences = torch.from_numpy(dequantize(replace(weight, row_scales=False), **plain)).double()
     group = min(spec.group_size or spec.k, order.step_k)
     chains: list[Tensor] = []
-    part = -(-spec.k // (order.step_k * order.split_k * order.warps_k)) * order.warps_k * order.step_k
+    part = -(-spec.k // (order.step_k * order.parts * order.chains)) * order.chains * order.step_k
     for first in range(0, spec.k, part):
-        for warp in range(order.warps_k):
-            starts = range(first + warp * order.step_k, min(first + part, spec.k), order.warps_k * order.step_k)
+        for warp in range(order.chains):
+            starts = range(first + warp * order.step_k, min(first + part, spec.k), order.chains * order.step_k)
             sums, whole = torch.zeros(len(x), spec.n), torch.zeros(len(x), spec.n).double()
             for at in (start + of for start in starts for of in range(0, order.step_k, group)):
                 product = of_x[:, at : at + group].double() @ differences[:, at : at + group].T
@@ -77,8 +77,8 @@ def in_order(spec: lowbit.MatmulSpec, order: SumOrder, x: Tensor, tensors: dict[
                     scale = tensors["scales"][:, at // spec.group_size].double()
                     sums = (product * scale + sums.double()).float()
             chains.append(sums if spec.group_size else whole.float() * tensors["scales"][:, 0].float())
-    if APART in order.products:
-        parts = (chains[i : i + order.warps_k] for i in range(0, len(chains), order.warps_k))
+    if order.parts > 1:
+        parts = (chains[i : i + order.chains] for i in range(0, len(chains), order.chains))
         chains = [reduce(torch.add, of_part) for of_part in parts]
     total = reduce(torch.add, chains) * x_scales[:, None]
     return total * tensors["row_scales"].view(-1) if spec.row_scales else total

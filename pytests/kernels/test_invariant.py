@@ -156,6 +156,35 @@ def test_schedules_of_one_order_give_equal_bits(data: st.DataObject) -> None:
     assert torch.equal(y[place], alone[0]), (first, second)
 
 
+CUTS = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
+"""Blocks of a cluster, warps, and chains of a warp that share four chains out."""
+OF_CUTS = ("u4", "u4, zeros", "u3, float zeros", "i8", "nf4", "nvfp4", "two levels", "in i8", "in fp8")
+
+
+@pytest.mark.parametrize("preloaded", [False, True])
+@pytest.mark.parametrize("wgmma", [False, True])
+@pytest.mark.parametrize("name", OF_CUTS)
+def test_blocks_warps_and_chains_of_a_warp_share_out_an_order(name: str, wgmma: bool, preloaded: bool) -> None:
+    """In whatever way, they give the bits of any other; k is no multiple of what all chains have in a round."""
+    spec, target = INVARIANT[name], parse_target("emulator:sm_90a")
+    if (spec.compute == "f8e4m3" and not wgmma) or (preloaded and (spec.compute or spec.bilevel or not wgmma)):
+        return  # an order of its own; no such kernels
+    kind, least = family_of(spec).schedule_type, 128 if spec.bilevel or (spec.compute and wgmma) else 64
+    steps = max(spec.packing.chunk, least)
+    spec = replace(spec, k=steps * (8 if preloaded else 10))
+    x, tensors = random_inputs(spec, 9, 1)
+    found: dict[SumOrder, list[Tensor]] = {}
+    for split_k, warps_k, chains in CUTS:
+        fixed = {"preload_weights": True} if preloaded else {}
+        s = kind(16, 1, 4 if wgmma else 1, warps_k, steps * chains, 1 if preloaded else 2, split_k, split_k, wgmma)
+        s = replace(s, chains=chains, **fixed)
+        order = family_of(spec).sum_order(spec, s)
+        found.setdefault(order, []).append(of_order(spec, target, s, order, tensors)(x, slice(0, 9)))
+    ((order, (first, *others)),) = found.items()
+    assert (order.parts, order.chains, order.step_k) == (1, 4, steps)
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize("other", [{"split_k": 2, "cluster": 2}, {"warps_k": 4}, {"step_k": 128}], ids=str)
 @pytest.mark.parametrize("name", ["u4", "i8", "in fp8"])
 def test_another_cut_of_k_gives_other_bits(name: str, other: dict[str, int]) -> None:
@@ -255,7 +284,7 @@ def test_without_invariance_a_cluster_adds_up_in_another_order() -> None:
     """So do blocks that begin at other columns: orders say so."""
     spec, s = replace(SPECS["u4"], out="f32"), Schedule(8, 4, 1, 2, 64, 2, split_k=4, cluster=4)
     order, invariant = (FAMILIES["decode"].sum_order(each, s) for each in (spec, replace(spec, invariant=True)))
-    assert order != invariant == SumOrder(4, 2, 64, ("mma", "raw codes"))
+    assert order != invariant == SumOrder(1, 8, 64, ("mma", "raw codes"))
     assert "rotated every 64 rows" in str(order) or "on every 16 rows" in str(order)
 
 
@@ -300,7 +329,7 @@ def test_the_tuner_times_schedules_of_the_order() -> None:
 
 def test_a_measured_schedule_counts_if_it_has_the_order() -> None:
     """Where it was measured for the very matmul, or for one like it; else what is predicted is taken, and said."""
-    spec, target = replace(SPECS["u4"], n=4096, k=4096, invariant=True), parse_target("sm_90a")
+    spec, target = replace(SPECS["u4"], n=2048, k=4096, invariant=True), parse_target("sm_90a")
     chooser = choice.Chooser(spec, target)
     ours = replace(chooser.predicted(16).schedule, num_stages=5)
     other = replace(ours, split_k=ours.split_k * 2, cluster=1)
@@ -313,7 +342,7 @@ def test_a_measured_schedule_counts_if_it_has_the_order() -> None:
 
 def test_a_schedule_of_another_order_is_refused() -> None:
     spec = replace(SPECS["u4"], n=4096, k=4096, invariant=True)
-    message = r"one order of sums for all rows of x, split_k=.*, and Schedule\(.* has split_k=8, warps_k=2, step_k=128"
+    message = r"one order of sums for all rows of x, parts=.*, and Schedule\(.* has parts=8, chains=2, step_k=128"
     with pytest.raises(SpecError, match=message):
         lowbit.compile(spec, "sm_90a", Schedule(8, 1, 1, 2, 128, 3, split_k=8))
     with pytest.raises(SpecError, match="has an order of its own; take one with that order, or none"):

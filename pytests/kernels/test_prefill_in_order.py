@@ -28,7 +28,7 @@ from lowbit.passes.kernels.prefill_in_order.plan import InOrderPlan
 from lowbit.passes.kernels.prefill_in_order.schedule import PrefillInOrderSchedule
 from lowbit.passes.kernels.prefill_mma_in_order.schedule import PrefillMmaInOrderSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of, request
-from lowbit.passes.kernels.sum_order import APART, SumOrder
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling import choice, order_choice, order_tables
 from lowbit.passes.target import Target
@@ -132,7 +132,7 @@ def families_of(spec: lowbit.MatmulSpec, target: Target) -> tuple[Any, Any]:
 def order_of(spec: lowbit.MatmulSpec, target: Target, chance: random.Random) -> SumOrder:
     """Returns an order that kernels for few tokens and for many have, one of several chains and parts if there is."""
     few, many = families_of(spec, target)
-    orders = sorted(few.orders(spec, target), key=lambda o: ((o.split_k > 1) + (o.warps_k > 1), chance.random()))
+    orders = sorted(few.orders(spec, target), key=lambda o: ((o.parts > 1) + (o.chains > 1), chance.random()))
     serving = ((few, 8), (many, TILE))
     return next(o for o in reversed(orders) if all(has_order(f, spec, tile, o, target) for f, tile in serving))
 
@@ -194,7 +194,7 @@ def test_products_of_integers_are_exact(
     target, chance = TARGET if by_wgmma else AMPERE, random.Random(f"{spec}")
     for_few, for_many = families_of(spec, target)
     order = order_of(spec, target, chance)
-    assert order.products in (("bytes",), ("bytes", APART))
+    assert order.products == ("bytes",)
     x, tensors = random_inputs(spec, ROWS, 1)
     x[3], x[5] = x[3].abs(), -x[5].abs()  # sums of x as large as they become
     expected = by_definition(spec, order, x, tensors)
@@ -227,7 +227,7 @@ def test_every_tile_of_mma_sync_has_the_bits_of_every_row(name: str, row_blocks:
 def test_rounds_whose_columns_lie_apart_have_many_scales(name: str, cut: tuple[int, int, int]) -> None:
     """They are copied to shared memory in runs of columns that are side by side; second levels may be of more."""
     spec = invariant(name)
-    order = SumOrder(*cut, products_of(spec))
+    order = SumOrder.of(spec, *cut, products_of(spec))
     plans = [(s, PersistentPlan(spec, s, WGMMA)) for s in in_order(PREFILL, spec, TILE, order)]
     schedule = next(s for s, plan in plans if plan.tensors.staged and not plan.tiles.chains.are_whole)
     x, tensors = random_inputs(spec, ROWS, 1)
@@ -242,7 +242,7 @@ def test_another_order_gives_other_bits(target: Target) -> None:
     family = families_of(spec, target)[1]
     x, tensors = random_inputs(spec, ROWS, 1)
     found: list[torch.Tensor] = []
-    for cut in ((1, 1, 64), (1, 2, 64), (2, 1, 64)):
+    for cut in ((1, 1, 64), (1, 2, 64), (1, 4, 64)):
         order = SumOrder(*cut, ("mma", "raw codes"))
         schedule = in_order(family, spec, TILE, order, target)[0]
         found.append(multiplied(spec, schedule, order, x, tensors, target))
@@ -267,15 +267,15 @@ def test_k_need_not_be_whole_chains(k: int, target: Target, group: int) -> None:
         ("u4", 1280, (1, 1, 256), {"last_tokens": 16}),
         ("u4", 1536, (1, 2, 256), {"panel_k": 64, "num_stages": 8}),
         ("float zeros of small groups", 1280, (1, 1, 256), {}),
-        ("float zeros of small groups", 1536, (2, 1, 256), {"cluster": 2}),
+        ("float zeros of small groups", 1536, (1, 2, 256), {"cluster": 2}),
     ],
 )
 def test_rounds_of_half_the_stages(name: str, k: int, cut: tuple[int, int, int], shape: dict[str, Any]) -> None:
     """Of chains of 2.5 and 1.5 rounds of all stages no columns beyond the last are multiplied; a panel's stage is
     another in the next round, and in the next tile of a block, since the first chain has five rounds."""
     spec = replace(invariant(name), n=136, k=k, group_size=64 if name == "u4" else 16)
-    order = SumOrder(*cut, products_of(spec))
-    cuts = dict(zip(("order_split_k", "order_warps_k", "order_step_k"), cut))
+    order = SumOrder.of(spec, *cut, products_of(spec))
+    cuts = dict(zip(("order_parts", "order_chains", "order_step_k"), cut))
     schedule = PrefillInOrderSchedule(32, **{"panel_k": 128, "num_stages": 4, "parts": 2, "banks": 1, **shape}, **cuts)
     plan = PersistentPlan(spec, schedule, WGMMA)
     assert plan.round.turns == 2 and plan.tiles.rounds * plan.round.step == k
@@ -288,8 +288,8 @@ def test_rounds_of_half_the_stages(name: str, k: int, cut: tuple[int, int, int],
     ("name", "cut", "shape", "shared"),
     [
         ("u4, zeros", (1, 2, 256), {"tokens": 256}, 160),
-        ("float zeros", (2, 1, 256), {"tokens": 224, "cluster": 2}, 96),
-        ("i8", (2, 2, 128), {"tokens": 224, "last_tokens": 32}, 128),
+        ("float zeros", (1, 2, 256), {"tokens": 224, "cluster": 2}, 96),
+        ("i8", (1, 4, 128), {"tokens": 224, "last_tokens": 32}, 128),
         ("u8, zeros of rows", (1, 4, 128), {"tokens": 192}, 48),
         ("u4, zeros", (1, 1, 256), {"tokens": 256}, 0),
     ],
@@ -299,14 +299,14 @@ def test_totals_in_shared_memory(
 ) -> None:
     """Sums of chains for which wide tiles leave no registers: they give the same bits, and hardly anything spills."""
     spec = replace(invariant(name), k=4 * K)
-    cuts = dict(zip(("order_split_k", "order_warps_k", "order_step_k"), cut))
+    cuts = dict(zip(("order_parts", "order_chains", "order_step_k"), cut))
     schedule = PrefillInOrderSchedule(**{"panel_k": 64, "num_stages": 4, "parts": 1, "banks": 1, **shape, **cuts})
     plan = InOrderPlan(spec, schedule, WGMMA)
     assert plan.shared_tokens == shared
     kernel = compile_kernel(request(spec, parse_target("sm_90a"), schedule))
     assert kernel.launch.shared_bytes == plan.shared_bytes
-    assert resource_usage(kernel.ptx, parse_target("sm_90a")).spill_stores <= 32
-    order, rows = SumOrder(*cut, products_of(spec)), schedule.tokens + 20
+    assert resource_usage(kernel.ptx, parse_target("sm_90a")).spill_stores <= 40
+    order, rows = SumOrder.of(spec, *cut, products_of(spec)), schedule.tokens + 20
     x, tensors = random_inputs(spec, rows, 1)
     few = multiplied(spec, in_order(DECODE, spec, 8, order)[-1], order, x[-8:], tensors)
     many = multiplied(spec, schedule, order, x, tensors)
@@ -420,13 +420,8 @@ def test_prompts_are_one_launch(size: tuple[int, int], compute: Any) -> None:
         ),
         (
             S(128, 1024, "u4", 128, invariant=True),
-            PrefillInOrderSchedule(panel_k=64, order_warps_k=2),
+            PrefillInOrderSchedule(panel_k=64, order_chains=2),
             "panels of panel_k=64 columns do not hold products of 128; take another panel_k",
-        ),
-        (
-            S(128, 1536, "u4", 64, invariant=True),
-            PrefillInOrderSchedule(order_split_k=2, order_warps_k=2, order_step_k=128),
-            "chains of 384 columns are no whole rounds of 512 columns; take another",
         ),
         (S(128, 1024, "u4", 128, compute="i8"), EightBitInOrderSchedule(), "invariant matmuls; take an EightBitP"),
         (
@@ -436,7 +431,7 @@ def test_prompts_are_one_launch(size: tuple[int, int], compute: Any) -> None:
         ),
         (
             S(128, 1024, "u4", 256, compute="i8", invariant=True),
-            EightBitInOrderSchedule(order_warps_k=2, order_step_k=256),
+            EightBitInOrderSchedule(order_chains=2, order_step_k=256),
             "panels of panel_k=128 columns do not hold products of 256; take another panel_k",
         ),
         (S(128, 1024, "u4", 128, invariant=True), MMA, "does not serve emulator:sm_90a, which has wgmma"),
@@ -467,7 +462,7 @@ def test_what_does_not_fit_is_refused(spec: lowbit.MatmulSpec, schedule: KernelS
         (S(128, 1024, "u4", 128, compute="i8"), MMA_OF_BYTES, "invariant matmuls; take an EightBitPrefillMmaS"),
         (
             S(128, 1024, "u4", 64, compute="i8", invariant=True),
-            EightBitMmaInOrderSchedule(order_split_k=2, order_warps_k=2, order_step_k=128, num_stages=4),
+            EightBitMmaInOrderSchedule(order_parts=2, order_chains=2, order_step_k=128, num_stages=4),
             "rounds of 512 columns",
         ),
     ],

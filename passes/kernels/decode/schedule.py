@@ -55,6 +55,8 @@ class Schedule(KernelSchedule):
                        lane scales the sums of groups of its own
     outliers_by_step   multiply outliers in the step that has their x in shared memory, and not after the loop with x
                        from device memory (wgmma)
+    chains             parts of a step with sums of their own (invariant matmuls): a warp adds up as so many warps with
+                       steps of step_k / chains columns do
     """
 
     integer_mma: ClassVar[bool] = False
@@ -80,6 +82,7 @@ class Schedule(KernelSchedule):
     overlap_groups: bool = False
     spread_k: bool = False
     outliers_by_step: bool = False
+    chains: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,7 +152,7 @@ class IntegerSchedule(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         fixed = {"tokens": 1, "warps_n": 1}
-        fixed |= dict.fromkeys(("wgmma", "preload_weights", "raw_codes", "spread_k"), False)
+        fixed |= dict.fromkeys(("wgmma", "preload_weights", "raw_codes", "spread_k"), False) | {"chains": 1}
         for name, value in fixed.items():
             if getattr(self, name) != value:
                 raise SpecError(f"schedule: decode_integer needs {name}={value}; got {name}={getattr(self, name)}")
@@ -168,6 +171,7 @@ _RANGES = {
     "max_blocks_per_sm": range(MOST_BLOCKS_PER_SM + 1),
     "min_blocks": range(65536),
     "prefetch_limit": range(65),
+    "chains": range(1, 17),
 }
 
 # Fields that depend on others: what was given, what it needs (`s` is the schedule), and whether it has that.
@@ -201,6 +205,11 @@ _RULES: tuple[tuple[str, str, Callable[[Schedule], bool]], ...] = (
         "spread_k=True",
         "needs tokens={s.tokens} to be 1 and step_k={s.step_k} to be a multiple of 128",
         lambda s: not s.spread_k or (s.tokens == 1 and s.step_k % 128 == 0),
+    ),
+    (
+        "chains={s.chains}",
+        "must cut step_k={s.step_k} into multiples of 16 columns",
+        lambda s: s.step_k % (16 * s.chains) == 0,
     ),
     (
         "refill={s.refill!r}",

@@ -18,8 +18,8 @@ class EightBitInOrderSchedule(Ordered, EightBitPrefillSchedule):
     num_stages    4 to 8: a round has as many panels, and a chain whole rounds
     split_k, last_split_k  1
     stream_k      "off"
-    order_split_k, order_warps_k, order_step_k  the cut of k: fields of `SumOrder`
-    order_apart   False
+    order_parts   1
+    order_chains, order_step_k  the cut of k: fields of `SumOrder`
     """
 
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {**EightBitPrefillSchedule.allowed, **CUTS}

@@ -16,7 +16,7 @@ from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.experts_decode.schedule import ExpertsDecodeSchedule
 from lowbit.passes.kernels.streaming.candidates import SMALL_GROUP
 from lowbit.passes.kernels.streaming.cost_model import blocks_per_sm, spills
-from lowbit.passes.kernels.streaming.order import sum_order
+from lowbit.passes.kernels.streaming.order import cuts_of, sum_order
 from lowbit.passes.kernels.streaming.plan import known_plan
 from lowbit.passes.kernels.streaming.search_space import MOST_WARPS
 from lowbit.passes.kernels.sum_order import SumOrder
@@ -36,6 +36,7 @@ class _Shape(NamedTuple):
     num_stages: int
     blocks: int
     wgmma: bool = False
+    chains: int = 1
 
     def schedule(self, kind: type[ExpertsDecodeSchedule], tile: int) -> ExpertsDecodeSchedule:
         """Returns the schedule of a kind for so many slots."""
@@ -51,6 +52,7 @@ class _Shape(NamedTuple):
             max_blocks_per_sm=self.blocks,
             refill="after_first_mma" if self.wgmma and tile >= _MANY and self.row_blocks == 1 else "before_mma",
             overlap_groups=overlaps and tile <= kind.most_overlapping,
+            chains=self.chains,
         )
 
 
@@ -143,9 +145,12 @@ def in_order(
     """Returns the family's schedules with tiles of so many slots whose kernels have an order of sums: the shapes of
     candidates, with k cut as the order says; those of 16 slots, too, where the others are of wgmma."""
     shapes = (*_SHAPES[tile], *_SHAPES[16], *_LEAST) if tile in IN_ORDER else ()
-    cut = dict.fromkeys(shape._replace(warps_k=order.warps_k, step_k=order.step_k) for shape in shapes)
+    ways = [cut for cut in cuts_of(spec, target, order) if cut.split_k <= 2]
+    cut = dict.fromkeys(
+        shape._replace(warps_k=way.warps_k, step_k=way.step_k, chains=way.chains) for shape in shapes for way in ways
+    )
     found = _fitting(spec, tile, target, family, [each for each in cut if each.warps_n * each.warps_k <= MOST_WARPS])
-    return [s for s in found if sum_order(spec, s) == order]
+    return list(dict.fromkeys(s for s in found if sum_order(spec, s) == order))
 
 
 def _fitting(

@@ -47,11 +47,11 @@ def chain_by_chain(
         return held, list(sums)
 
     def part(number: Scalar, carried: list[Tile]) -> tuple[list[Tile], list[Tile]]:
-        first = number * order.warps_k
-        return _added_up(p, order.warps_k, totals, carried, lambda i, carried: chain(first + i, carried))
+        first = number * order.chains
+        return _added_up(p, order.chains, totals, carried, lambda i, carried: chain(first + i, carried))
 
     if chains.are_apart:
-        return _added_up(p, order.split_k, totals, carried, part)
+        return _added_up(p, order.parts, totals, carried, part)
     return _added_up(p, chains.count, totals, carried, chain)
 
 

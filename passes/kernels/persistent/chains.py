@@ -15,7 +15,7 @@ from lowbit.dialect.formats.byte_codes import MOST_EXACT, PROMOTED
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.round import Round
 from lowbit.passes.kernels.scales.in_order import scales_weights
-from lowbit.passes.kernels.sum_order import APART, SumOrder
+from lowbit.passes.kernels.sum_order import SumOrder
 
 if TYPE_CHECKING:
     from lowbit.passes.builder import Scalar
@@ -25,7 +25,7 @@ I = TypeVar("I", "int", "Scalar", "int | Scalar")
 
 @dataclass(frozen=True)
 class Chains:
-    """The chains of an order: of `parts` of k as many each as take the steps of a part in turn."""
+    """The chains of an order: of each of its parts of k as many as take the steps of a part in turn."""
 
     spec: MatmulSpec
     order: SumOrder
@@ -34,19 +34,19 @@ class Chains:
     @property
     def count(self) -> int:
         """Chains of all of k."""
-        return self.order.split_k * self.order.warps_k
+        return self.order.parts * self.order.chains
 
     @property
     def are_apart(self) -> bool:
         """Whether the chains of each part are added up, and then the parts."""
-        return APART in self.order.products and min(self.order.split_k, self.order.warps_k) > 1
+        return min(self.order.parts, self.order.chains) > 1
 
     @cached_property
     def steps(self) -> int:
         """Steps of a chain that are visited, some perhaps beyond the last column: where k has one part, whole rounds of
         them. Beyond another part's end are columns of the next."""
         steps = -(-self.spec.packing.padded_k // (self.order.step_k * self.count))
-        if self.order.split_k > 1:
+        if self.order.parts > 1:
             return steps
         whole = math.lcm(self.order.step_k, self.round.step) // self.order.step_k
         return -(-steps // whole) * whole
@@ -63,7 +63,7 @@ class Chains:
         panel_k = self.round.schedule.panel_k
         if self.steps * step % length:
             return f"chains of {self.steps * step} columns are no whole rounds of {length} columns"
-        if self.order.warps_k == 1:
+        if self.order.chains == 1:
             return ""
         if length % step and step % length:
             return f"rounds of {length} columns and steps of {step} do not divide each other"
@@ -95,7 +95,7 @@ class Chains:
 
     def start(self, round_: I) -> I:
         """Returns in which column a round begins, in units; rounds are counted as they are visited."""
-        if self.order.warps_k == 1:
+        if self.order.chains == 1:
             return round_
         per_unit = self.round.step // self.unit
         return self._column(round_ * per_unit, self.order.step_k // self.unit)
@@ -105,7 +105,7 @@ class Chains:
         if self.are_whole:
             return column
         step, within = divmod(column, self.order.step_k)
-        return step * self.order.warps_k * self.order.step_k + within
+        return step * self.order.chains * self.order.step_k + within
 
     def of_panel(self, panel: I) -> I:
         """Returns the first column of a panel; panels are counted as they are visited."""
@@ -113,7 +113,7 @@ class Chains:
 
     def place_of_panel(self, panel: I) -> I:
         """Returns the place of a panel among all of k's; panels are counted as they are visited."""
-        if self.order.warps_k == 1:
+        if self.order.chains == 1:
             return panel
         return self._column(panel, self.order.step_k // self.round.schedule.panel_k)
 
@@ -121,6 +121,6 @@ class Chains:
         """Returns the place of what is visited, of which steps have so many, among all of k's."""
         step, within = visited // per_step, visited % per_step
         chain, turn = step // self.steps, step % self.steps
-        warps = self.order.warps_k
-        first = chain // warps * (warps * self.steps) + chain % warps
-        return (first + turn * warps) * per_step + within
+        chains = self.order.chains
+        first = chain // chains * (chains * self.steps) + chain % chains
+        return (first + turn * chains) * per_step + within

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
@@ -13,7 +12,7 @@ from lowbit.passes.kernels.persistent.family import PersistentFamily
 from lowbit.passes.kernels.persistent.ordered import cut_of
 from lowbit.passes.kernels.persistent.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES
-from lowbit.passes.kernels.sum_order import APART, SumOrder
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=PrefillSchedule)
@@ -43,18 +42,17 @@ class InOrderFamily(PersistentFamily[S]):
 
     def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterator[Candidates[S]]:
         """Those of a single chain; what is chosen has the order of the matmul."""
-        return iter(self.in_order(spec, token_tile, target, SumOrder(1, 1, 256, self.products_of(spec))))
+        return iter(self.in_order(spec, token_tile, target, SumOrder.of(spec, 1, 1, 256, self.products_of(spec))))
 
     def sum_order(self, spec: MatmulSpec, schedule: S) -> SumOrder | None:
-        order = schedule.order
-        return replace(order, products=(*self.products_of(spec), *order.products)) if order else None
+        order, products = schedule.order, self.products_of(spec)
+        return SumOrder.of(spec, order.parts, order.chains, order.step_k, products) if order else None
 
     def in_order(
         self, spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder
     ) -> Iterable[Candidates[S]]:
         cut, allowed = cut_of(order), self.schedule_type.allowed
-        products = tuple(each for each in order.products if each != APART)
-        misfit = not spec.invariant or self.misfit(spec, target) or products != self.products_of(spec)
+        misfit = not spec.invariant or self.misfit(spec, target) or order.products != self.products_of(spec)
         if misfit or any(v not in allowed[f] for f, v in cut.items()):
             return ()
         return self.of_cut(spec, token_tile, target, cut)

@@ -6,37 +6,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.passes.kernels.sum_order import APART, SumOrder
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.sum_order import CUT, SumOrder
 
 CUTS: Mapping[str, tuple[Any, ...]] = {
     "num_stages": (4, 5, 6, 7, 8),
     "split_k": (1,),
     "stream_k": ("off",),
     "last_split_k": (1,),
-    "order_split_k": tuple(range(1, 9)),
-    "order_warps_k": tuple(range(1, 33)),
+    "order_parts": (1,),
+    "order_chains": tuple(range(1, 65)),
     "order_step_k": tuple(range(16, 4097, 16)),
-    "order_apart": (False,),
 }
 """What fields of such a schedule may be."""
 
 
 @dataclass(frozen=True)
-class Ordered:
-    """The cut of k: fields of `SumOrder`, and whether the sums of its parts are added by themselves (`APART`)."""
+class Ordered(KernelSchedule):
+    """The cut of k: fields of `SumOrder`."""
 
-    order_split_k: int = 1
-    order_warps_k: int = 1
+    order_parts: int = 1
+    order_chains: int = 1
     order_step_k: int = 128
-    order_apart: bool = False
 
     @property
     def order(self) -> SumOrder:
-        products = (APART,) if self.order_apart else ()
-        return SumOrder(self.order_split_k, self.order_warps_k, self.order_step_k, products)
+        return SumOrder(self.order_parts, self.order_chains, self.order_step_k)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KernelSchedule:
+        """The inverse of `dataclasses.asdict`. Fields may have the names of version 0.1.0 of November 2026, as in old
+        tables, where the chains of blocks that were a cluster lay in parts of k."""
+        read = dict(values)
+        parts, chains = read.pop("order_split_k", 1), read.pop("order_warps_k", None)
+        if chains is not None or parts != 1:
+            apart = read.pop("order_apart", False)
+            read |= {"order_parts": parts if apart else 1, "order_chains": (chains or 1) * (1 if apart else parts)}
+        return super().from_dict(read)
 
 
 def cut_of(order: SumOrder) -> dict[str, Any]:
     """Returns an order as these fields."""
-    cut = {f"order_{name}": getattr(order, name) for name in ("split_k", "warps_k", "step_k")}
-    return {**cut, "order_apart": APART in order.products}
+    return {f"order_{name}": getattr(order, name) for name in CUT}

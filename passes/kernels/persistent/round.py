@@ -61,7 +61,7 @@ class Round:
         """Returns how many columns rounds of so many visit, of a chain of the order or of a block's part of k."""
         order, k = self.schedule.order, self.spec.packing.padded_k
         if order:
-            chain = -(-k // (order.step_k * order.split_k * order.warps_k)) * order.step_k
+            chain = -(-k // (order.step_k * order.parts * order.chains)) * order.step_k
             return -(-chain // step) * step
         return max(self.engine.least_rounds, -(-k // (step * self.schedule.split_k))) * step
 
@@ -69,7 +69,7 @@ class Round:
     def run(self) -> int:
         """Columns of a round that are side by side: all, or where chains of an order take turns those of a step."""
         order = self.schedule.order
-        whole = order is None or order.warps_k == 1 or order.step_k % self.step == 0
+        whole = order is None or order.chains == 1 or order.step_k % self.step == 0
         return self.step if whole or order is None else order.step_k
 
     @property

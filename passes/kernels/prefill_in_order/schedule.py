@@ -19,8 +19,8 @@ class PrefillInOrderSchedule(Ordered, PrefillSchedule):
     num_stages    4 to 8: a round has as many panels, and a chain whole rounds
     split_k, last_split_k  1
     stream_k      "off"
-    order_split_k, order_warps_k, order_step_k  the cut of k: fields of `SumOrder`
-    order_apart   False
+    order_parts   1
+    order_chains, order_step_k  the cut of k: fields of `SumOrder`
     parts         equal parts of the tile's tokens that are multiplied one after the other, of 8 tokens or a multiple
                   each: 1, 2, 3 or 4
     banks         sets of registers for the products of a part, where groups have scales: with 2, a product is under way

@@ -17,16 +17,14 @@ class PrefillMmaInOrderSchedule(Ordered, PartsOfTokens):
 
     panel_k       columns of x that are copied and multiplied between two barriers, which hold whole products: 64, 128
                   or 256
-    order_split_k, order_warps_k, order_step_k  the cut of k: fields of `SumOrder`
-    order_apart   whether the chains of each of several parts of k are added up, and then the parts, as blocks do it
-                  that are no cluster
+    order_parts, order_chains, order_step_k  the cut of k: fields of `SumOrder`
     """
 
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CUTS,
         **PrefillMmaSchedule.allowed,
         "panel_k": (64, 128, 256),
-        "order_apart": (False, True),
+        "order_parts": tuple(range(1, 9)),
     }
 
     tokens: int = 64

@@ -116,7 +116,7 @@ class Arithmetic:
     def sums_in_place(self) -> bool:
         """Whether sums stay in the accumulators of wgmma from the first step to the last: those of small groups, whose
         products are waited for a few at a time. That takes fewer registers, and fewer moves with several row blocks."""
-        if not self.scaling.rounds_scales or not self.scaling.has_small_groups:
+        if not self.scaling.rounds_scales or not self.scaling.has_small_groups or self.schedule.chains > 1:
             return False
         return self.schedule.row_blocks > 1 or bool(self.step_scales)
 

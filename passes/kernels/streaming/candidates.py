@@ -24,6 +24,7 @@ from lowbit.passes.target import Target
 S = TypeVar("S", bound=Schedule)
 
 SMALL_GROUP = 32  # columns
+_AS_MANY = 1.1  # times as many blocks or bytes as were measured still do
 _PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room in registers
 
 
@@ -59,8 +60,10 @@ def suits(spec: MatmulSpec, s: Schedule, target: Target, measured: MatmulSpec) -
         return blocks / (-(-blocks // target.multiprocessors) * target.multiprocessors)
 
     share = filled(spec.n) / filled(measured.n)
-    # Two kernels with preloaded weights share the multiprocessors: there must not be more blocks.
-    return 0.9 <= share <= (1.1 if s.preload_weights else math.inf)
+    # Two kernels with preloaded weights share the multiprocessors: neither blocks nor weights may be more.
+    if s.preload_weights and spec.bytes > _AS_MANY * measured.bytes:
+        return False
+    return 0.9 <= share <= (_AS_MANY if s.preload_weights else math.inf)
 
 
 # (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
@@ -82,16 +85,24 @@ _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block 
 _SMALL = {8: 128 << 10, 16: 128 << 10, 32: 72 << 10, 64: 72 << 10}
 
 
+def may_preload(spec: MatmulSpec, token_tile: int, target: Target) -> bool:
+    """Whether a matrix is small enough for all of its weight to be on its way at once."""
+    if spec.outliers or spec.bilevel:  # whose lines and numbers take a stage or more of shared memory themselves
+        return False
+    if spec.compute:
+        return False
+    small = spec.n * spec.k <= _SMALL.get(token_tile, 0) * target.multiprocessors
+    return small and can_use_wgmma(spec, target)
+
+
 def preloaded_schedule(
     spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[Schedule]
 ) -> Schedule | None:
     """All of the weight on its way at once, in blocks that leave room for those of the next kernel. None where the
     matrix is too large for that, or does not come out even."""
+    if not may_preload(spec, token_tile, target):
+        return None
     processors = target.multiprocessors
-    if spec.outliers or spec.bilevel:  # whose lines and numbers take a stage or more of shared memory themselves
-        return None
-    if not can_use_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(token_tile, 0) * processors:
-        return None
     tiles = -(-spec.n // 64)
     wide = next((s for s in (1, 2, 4) if spec.k <= 4096 * s), 0)  # splits, of blocks of 16 warps
     narrow = next((s for s in (1, 2, 4) if spec.k <= 1536 * s and tiles * s >= 64), 0)  # of four
@@ -222,6 +233,7 @@ class Block:
     wgmma: bool
     spread_k: bool
     max_blocks_per_sm: int
+    chains: int = 1
 
 
 def of_block(

@@ -32,6 +32,7 @@ def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> f
         return math.inf
     launch = _Launch(plan, token_tile, target, fitting)
     factor = correction(spec, token_tile, s.wgmma, s.cluster, target.costs.decode)
+    factor *= target.costs.decode.preloaded if s.preload_weights and token_tile > 1 else 1.0
     return (launch.work() + launch.ends()) * factor + launch.outliers()
 
 

@@ -33,9 +33,10 @@ from lowbit.passes.kernels.scales.block_scales import Scales
 from lowbit.passes.kernels.scales.sum_scaling import SumScaling
 from lowbit.passes.kernels.streaming.activations import Activations
 from lowbit.passes.kernels.streaming.block import Block
-from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
+from lowbit.passes.kernels.streaming.engine import Engine, by_chain, side_by_side, zero_sums
 from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments, x_fragments
 from lowbit.passes.kernels.streaming.operands import Operands
+from lowbit.passes.kernels.streaming.steps import Product
 
 
 class Bytes(Engine):
@@ -58,22 +59,22 @@ class Bytes(Engine):
         return zero_sums(self.block, self.sums, "i32" if rows_of_integers else "f32")
 
     def step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
-        p, spec, groups = self.p, self.block.spec, self.plan.steps.groups
+        p, spec = self.p, self.block.spec
         codes = p.view(words(), spec.dtype, self.codes)
         a = p.decode_bytes(codes, self._element, self.bytes, self._zeros(), self._offset)
         self.products.begin_step()
-        if not groups:
-            return self._row_step(a, *carried)
-        (total,) = carried
-        width = self.block.schedule.step_k // groups
-        for group in range(groups):
-            for start, columns in self._parts(group * width, width):
+        if not self.plan.steps.groups:
+            chains = zip(self.plan.steps.products, by_chain(self.block, carried), strict=True)
+            return side_by_side([self._row_step(a, some, *of_chain) for some, of_chain in chains])
+        totals = list(carried)
+        for chain, group, first, width in self.plan.steps.products:
+            for start, columns in self._parts(first, width):
                 product = self._as_f32(self._product(a, start, columns))
                 if self.sums_of_x:
                     minus = self._minus_stored(partial(self.scales.of_group, group=group))
                     product = p.fma(minus, self.sums_of_x.load(start, columns, self.row), product)
-                total = self.scaling.add_scaled(total, product, group, None)
-        return [total]
+                totals[chain] = self.scaling.add_scaled(totals[chain], product, group, None)
+        return totals
 
     @property
     def _element(self) -> str:
@@ -101,18 +102,21 @@ class Bytes(Engine):
         """Minus the number of every row that bytes are too large by [warps_k, rows, 1]. load: gives zeros, as f32."""
         return self.block.convert.minus_stored(self.scales.layout, load)
 
-    def _row_step(self, a: Tile, total: Tile, *sums: Tile) -> list[Tile]:
-        """One step where rows have one scale: sums of x are carried beside the products."""
-        p, step = self.p, self.block.schedule.step_k
+    def _row_step(self, a: Tile, some: Product, total: Tile, *sums: Tile) -> list[Tile]:
+        """A chain's part of a step where rows have one scale: sums of x are carried beside the products."""
+        p, first, width = self.p, some.start, some.columns
         if self.integers:
-            total = self.products.added(a, 0, step, total)
+            total = self.products.added(a, first, width, total)
         else:
-            for start, columns in self._parts(0, step):
+            for start, columns in self._parts(first, width):
                 total = p.add(total, self._product(a, start, columns))
-        return [total, *(p.add(known, self.sums_of_x.load(0, step, self.row)) for known in sums if self.sums_of_x)]
+        of_x = (self.sums_of_x.load(first, width, self.row) for _ in sums if self.sums_of_x)
+        return [total, *map(p.add, sums, of_x)]
 
-    def end(self, carried: list[Tile]) -> Tile:
-        total, *sums = carried
+    def end(self, carried: list[Tile]) -> list[Tile]:
+        return [self._end_of_chain(*of_chain) for of_chain in by_chain(self.block, carried)]
+
+    def _end_of_chain(self, total: Tile, *sums: Tile) -> Tile:
         if self.plan.steps.groups:
             return total
         for of_x in sums:

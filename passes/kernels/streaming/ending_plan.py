@@ -43,7 +43,8 @@ class EndingPlan:
     def bytes(self) -> int:
         """Bytes of shared memory, which take the place of everything else."""
         s = self.schedule
-        sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or self.cluster > 1 else 0
+        meet = s.warps_k > 1 or self.cluster > 1
+        sums = s.chains * padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if meet else 0
         flag = 128 if s.split_k > s.cluster else 0  # of the last block to arrive
         return sums + flag
 

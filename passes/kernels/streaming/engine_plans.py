@@ -92,6 +92,12 @@ class EnginePlan(ABC):
         """Registers of a thread."""
 
     @property
+    def of_chains(self) -> int:
+        """Those of `registers` for sums of all chains but one."""
+        s = self.schedule
+        return s.mma_columns // 2 * s.row_blocks * (s.chains - 1)
+
+    @property
     def spare_registers(self) -> int:
         """Those of `registers` with codes that are loaded early only where there is room for them."""
         return 0
@@ -128,7 +134,8 @@ class EnginePlan(ABC):
         s = self.schedule
         if self.arithmetic.scaling.rounds_scales:
             return 1.0
-        return s.mma_columns / min(self.spec.group_size or s.step_k, s.step_k)
+        of_chain = s.step_k // s.chains
+        return s.mma_columns / min(self.spec.group_size or of_chain, of_chain)
 
     @property
     def _sums_beside(self) -> float:
@@ -151,8 +158,8 @@ class MmaPlan(EnginePlan):
     def registers(self) -> int:
         s = self.schedule
         if s.preload_weights:
-            return 42 + self.codes.registers + s.columns // 2 * s.row_blocks
-        return 32 + (5 + 9 * s.columns // 8) * s.row_blocks + self._scale_registers()
+            return 42 + self.codes.registers + self.of_chains + s.columns // 2 * s.row_blocks
+        return 32 + (5 + 9 * s.columns // 8) * s.row_blocks + self.of_chains + self._scale_registers()
 
     def _scale_registers(self) -> int:
         """Returns the registers of the scales of a step's groups."""
@@ -254,7 +261,7 @@ class WgmmaPlan(EnginePlan):
         decoding = 38 if self.spec.dtype.kind == "float" else 30
         if self.arithmetic.raw_codes:
             decoding = 24 if bits in (1, 2, 4) else 28
-        return decoding + codes + s.tokens // 2 * sums * s.row_blocks
+        return decoding + codes + s.tokens // 2 * sums * s.row_blocks + self.of_chains
 
     @property
     def spare_registers(self) -> int:

@@ -7,6 +7,7 @@ from the shared memory of all; or they write to device memory, where the last on
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 from lowbit.dialect.epilogue import HALF
 from lowbit.dialect.formats.packing import ROWS
@@ -28,66 +29,77 @@ class Ending:
         of_expert = block.spec.n // block.spec.experts
         self._end = Epilogue(block.p, block.spec, ragged=of_expert % block.schedule.rows != 0)
 
-    def finish(self, total: Tile) -> None:
-        """The sum over warps and splits that share rows, then scales of rows and of x, bias, conversion, store."""
+    def finish(self, sums: list[Tile]) -> None:
+        """The sum over warps and splits that share rows, then scales of rows and of x, bias, conversion, store.
+
+        sums  of each chain of a warp [warps_k, rows, tokens]; there are several in invariant matmuls only
+        """
         s = self.schedule
         if s.cluster > 1:
             rows = s.rows // s.cluster
             rank = self.work.split()
-            self._store(self._across_cluster(total, rank), self.work.first_row() + rank * rows)
+            self._store(self._across_cluster(sums, rank), self.work.first_row() + rank * rows)
             self.p.barrier("cluster_wait")  # nobody leaves while its sums are read
         elif s.split_k > 1:
-            self._across_splits(self._across_warps(total))
+            self._across_splits(self._across_warps(sums))
         else:
-            self._store(self._across_warps(total), self.work.first_row())
+            self._store(self._across_warps(sums), self.work.first_row())
 
-    def _sums_buffer(self, total: Tile) -> Memory:
-        """Every warp's sums in shared memory: [warps_k, rows, tokens]."""
+    def _sums_buffers(self, sums: list[Tile]) -> list[Memory]:
+        """Every warp's sums in shared memory, a buffer for each chain: [warps_k, rows, tokens]."""
         p, s = self.p, self.schedule
         row = s.rows + 4  # keeps the lanes of a fragment in different banks
-        buffer = p.alloc_shared("f32", (s.warps_k, s.rows, s.tokens), (row * s.tokens, 1, row))
-        p.store(total, buffer, (0, 0, 0), ("none", "none", "none" if s.tokens == s.columns else "skip"))
-        return buffer
+        shape, strides = (s.warps_k, s.rows, s.tokens), (row * s.tokens, 1, row)
+        buffers = [p.alloc_shared("f32", shape, strides) for _ in sums]
+        for total, buffer in zip(sums, buffers, strict=True):
+            p.store(total, buffer, (0, 0, 0), ("none", "none", "none" if s.tokens == s.columns else "skip"))
+        return buffers
 
-    def _across_warps(self, total: Tile) -> Tile:
+    def _across_warps(self, sums: list[Tile]) -> Tile:
         """The sum over the warps that split k: [rows, tokens] (or all columns, if there is one warp only)."""
         p, s = self.p, self.schedule
         if s.warps_k == 1:
-            return p.reshape(total, (s.rows, s.columns))
-        buffer = self._sums_buffer(total)
+            return p.reshape(self._added_up(sums), (s.rows, s.columns))
+        buffers = self._sums_buffers(sums)
         p.barrier()
-        partial = p.load(buffer, (0, 0, 0), self._sum_up_layout(s.warps_k, s.rows, s.tokens))
-        return p.reshape(p.reduce(partial, 0), (s.rows, s.tokens))
+        layout = self._sum_up_layout(s.warps_k, s.rows, s.tokens)
+        loaded = [p.load(buffer, (0, 0, 0), layout) for buffer in buffers]
+        total = p.reduce(loaded[0], 0) if s.chains == 1 else self._added_up(self._in_order(loaded))
+        return p.reshape(total, (s.rows, s.tokens))
 
-    def _across_cluster(self, total: Tile, rank: Scalar) -> Tile:
+    def _across_cluster(self, sums: list[Tile], rank: Scalar) -> Tile:
         """The sum over warps and blocks of the cluster, of this block's part of the rows: [rows / cluster, tokens]."""
         p, s = self.p, self.schedule
-        read = self._shared_with_peers(total)
+        read = self._shared_with_peers(sums)
         rows, turns = s.rows // s.cluster, range(s.cluster)
         parts = [part for turn in turns for part in self._parts_of_peer(read, self._peer(rank, turn), rank, rows)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = p.add(total, part)
+        total = self._added_up(parts)
         p.barrier("cluster_arrive")
         return p.reshape(total, (rows, s.tokens))
+
+    def _added_up(self, terms: list[Tile]) -> Tile:
+        return reduce(self.p.add, terms)
+
+    def _in_order(self, chains: list[Tile]) -> list[Tile]:
+        """The sums of warps [warps_k, rows, tokens] of each of their chains as terms, in the order of k."""
+        return [self.p.slice(each, 0, warp, 1) for warp in range(self.schedule.warps_k) for each in chains]
 
     def _peer(self, rank: Scalar, turn: int) -> Index:
         """Returns whose sums a block adds in a turn: each begins with its own, unless there is one order for all."""
         return turn if self.spec.invariant else (rank + turn) % self.schedule.cluster
 
-    def _shared_with_peers(self, total: Tile) -> Memory:
+    def _shared_with_peers(self, sums: list[Tile]) -> list[Memory]:
         """Every warp's sums in shared memory, when all blocks of the cluster have theirs there."""
-        buffer = self._sums_buffer(total)
+        buffers = self._sums_buffers(sums)
         self.p.barrier("cluster")
-        return buffer
+        return buffers
 
-    def _parts_of_peer(self, buffer: Memory, peer: Index, part: Scalar, rows: int) -> list[Tile]:
-        """What a block of the cluster adds: the sum of its warps, or theirs one by one where there is one order for all
-        kernels (`SumOrder`)."""
+    def _parts_of_peer(self, buffers: list[Memory], peer: Index, part: Scalar, rows: int) -> list[Tile]:
+        """What a block of the cluster adds: the sum of its warps, or their chains one by one where there is one order
+        for all kernels (`SumOrder`)."""
         if not self.spec.invariant:
-            return [self._of_peer(buffer, peer, part, rows)]
-        every = self._warps_of_peer(buffer, peer, part, rows)
-        return [self.p.slice(every, 0, warp, 1) for warp in range(self.schedule.warps_k)]
+            return [self._of_peer(buffers[0], peer, part, rows)]
+        return self._in_order([self._warps_of_peer(buffer, peer, part, rows) for buffer in buffers])
 
     def _of_peer(self, buffer: Memory, peer: Index, part: Scalar, rows: int) -> Tile:
         """The sums over the warps of a block of the cluster, of one part of the rows: [1, rows, tokens]."""
@@ -147,15 +159,15 @@ class SumOfExperts(Ending):
 
     work: TopKWork
 
-    def finish(self, total: Tile) -> None:
+    def finish(self, sums: list[Tile]) -> None:
         p, count = self.p, top_k_of(self.plan).count
         parts = 1 << (count.bit_length() - 1)
-        sums = self._shared_with_peers(total)
+        (read,) = self._shared_with_peers(sums)
         if parts < count:
             with p.when(self.work.rank < parts):
-                self._add_up(sums, count, self.schedule.rows // parts)
+                self._add_up(read, count, self.schedule.rows // parts)
         else:
-            self._add_up(sums, count, self.schedule.rows // parts)
+            self._add_up(read, count, self.schedule.rows // parts)
         p.barrier("cluster_arrive")
         p.barrier("cluster_wait")  # nobody leaves while its sums are read
 

@@ -91,10 +91,10 @@ def streaming_kernel(
         def body() -> None:
             block = Block(p, plan, share)
             operands = Operands(block, activations)
-            total = _Stream(block, operands, engine(block, operands)).total()
+            sums = _Stream(block, operands, engine(block, operands)).sums()
             p.barrier()  # all of the block have read their stages, whose place is taken now
             p.free_shared(*block.buffers)
-            ending(block).finish(total)
+            ending(block).finish(sums)
 
         share.run(body)
     return p.module
@@ -125,18 +125,23 @@ class _Stream:
         self.p, self.plan, self.schedule = block.p, block.plan, block.schedule
         self.outliers, self.rounds = operands.outliers, block.plan.steps.rounds
 
-    def total(self) -> Tile:
-        """Returns a warp's sums over all of its columns: [warps_k, rows, tokens] f32."""
+    def sums(self) -> list[Tile]:
+        """Returns a warp's sums over all columns of each of its chains: [warps_k, rows, tokens] f32."""
         p, spec, engine = self.p, self.block.spec, self.engine
         carried = engine.begin()
         self.outliers.prepare()
-        self.first, self.rotation = self.block.work.split() * self.rounds, self._rotation()
+        split = self.block.work.split()
+        self.first = split if self.plan.steps.take_turns else split * self.rounds
+        self.rotation = self._rotation()
         p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
         carried = self._preloaded(carried) if self.schedule.preload_weights else self._rounds(carried)
-        total = engine.end(carried)
-        if spec.outliers and spec.row_scales:  # these do not scale outliers; else the epilogue applies them
+        sums = engine.end(carried)
+        if not spec.outliers:
+            return sums
+        (total,) = sums
+        if spec.row_scales:  # these do not scale outliers; else the epilogue applies them
             total = p.mul(total, engine.scales.of_rows("row_scales"))
-        return self.outliers.add_to(total)
+        return [self.outliers.add_to(total)]
 
     def _rounds(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
@@ -195,6 +200,8 @@ class _Stream:
     def _first_step(self, index: Scalar | int) -> Scalar:
         """Returns the first step of a round's warps."""
         index = (self.rotation + index) % self.rounds if self.rotation is not None else index
+        if self.plan.steps.take_turns:
+            index = index * self.schedule.split_k
         return (self.first + index) * self.schedule.warps_k
 
     def _rotation(self) -> Scalar | None:

@@ -46,14 +46,24 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
 def _check_steps(plan: KernelPlan) -> None:
     """Steps, chunks of the packed weight, groups and splits must come out even."""
     spec, s, steps, chunk = plan.spec, plan.schedule, plan.steps.count, plan.spec.packing.chunk
-    if s.step_k % chunk:
-        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {chunk} for {spec.weight}; try {chunk}")
-    if not group_fits(spec, s.step_k):
-        group = spec.packing.padded_group
-        raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
+    if s.chains > 1:
+        _check_chains(spec, s)
+    columns, given = s.step_k // s.chains, f"step_k={s.step_k}" + f" in chains={s.chains}" * (s.chains > 1)
+    if columns % chunk:
+        raise SpecError(f"schedule: {given} must be a multiple of {chunk} for {spec.weight}; try {chunk * s.chains}")
+    if not (group_fits(spec, columns) and group_fits(spec, s.step_k)):
+        group, least = spec.packing.padded_group, chunk * s.chains
+        raise SpecError(f"schedule: {given} and groups of {group} must divide one another; try {least}")
     if s.split_k > max(steps, MOST_IN_CLUSTER):
         rule = f"must be at most {MOST_IN_CLUSTER}, or the {steps} steps of step_k={s.step_k} that k={spec.k} has"
         raise SpecError(f"schedule: split_k={s.split_k} {rule}")
+
+
+def _check_chains(spec: MatmulSpec, s: Schedule) -> None:
+    """Several chains are for orders of sums that other kernels have, too."""
+    if not spec.invariant or spec.outliers or s.spread_k:
+        given = "spread_k=True" if s.spread_k else "outliers" if spec.outliers else "a matmul that is not invariant"
+        raise SpecError(f"schedule: chains={s.chains} is for invariant matmuls; {given} needs chains=1")
 
 
 def _check_raw_codes(spec: MatmulSpec, s: Schedule) -> None:

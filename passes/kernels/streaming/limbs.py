@@ -74,5 +74,5 @@ class LimbMma(Engine):
             total = self.scaling.add_scaled(total, product(start, columns), group, sums_of_x)
         return [total]
 
-    def end(self, carried: list[Tile]) -> Tile:
-        return self.p.join_limbs(self.scaling.whole(*carried))
+    def end(self, carried: list[Tile]) -> list[Tile]:
+        return [self.p.join_limbs(self.scaling.whole(*carried))]

@@ -17,7 +17,7 @@ from lowbit.passes.kernels.scales.block_scales import Scales
 from lowbit.passes.kernels.scales.sum_scaling import SumScaling
 from lowbit.passes.kernels.scales.weight_scaling import WeightScaling
 from lowbit.passes.kernels.streaming.block import Block
-from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
+from lowbit.passes.kernels.streaming.engine import Engine, by_chain, side_by_side, zero_sums
 from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments, x_fragments
 from lowbit.passes.kernels.streaming.operands import Operands
 
@@ -37,19 +37,26 @@ class Mma(Engine):
         return zero_sums(self.block, self.sums)
 
     def step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
-        p, groups = self.p, self.plan.steps.groups
+        p = self.p
         self.scales.begin_step()
         a = self.weights.decoded(words(), self.codes)
         b = p.load_matrix(self.x.buffer, self.block.work.tokens, self.fragments)
-        if not groups:
-            sums = [p.add(c, p.row_sums(b, self.row)) for c in carried[1:]]
-            return [p.mma(a, b, self._with_offset_sums(carried[0], b)), *sums]
-        (total,) = carried
-        width = self.block.schedule.step_k // groups
-        for group in range(groups):
-            a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
-            total = self._add_group(total, a_group, b_group, group, group * width)
-        return [total]
+        if not self.plan.steps.groups:
+            return self._row_step(a, b, carried)
+        totals = list(carried)
+        for chain, group, start, columns in self.plan.steps.products:
+            a_part, b_part = (p.slice(t, 2, start, columns) for t in (a, b))
+            totals[chain] = self._add_group(totals[chain], a_part, b_part, group, start)
+        return totals
+
+    def _row_step(self, a: Tile, b: Tile, carried: list[Tile]) -> list[Tile]:
+        """One step where rows have one scale: sums of x are carried beside the products."""
+        p, chains = self.p, list[list[Tile]]()
+        for some, (total, *sums) in zip(self.plan.steps.products, by_chain(self.block, carried), strict=True):
+            a_part, b_part = (p.slice(t, 2, some.start, some.columns) for t in (a, b))
+            of_x = [p.add(each, p.row_sums(b_part, self.row)) for each in sums]
+            chains.append([p.mma(a_part, b_part, self._with_offset_sums(total, b_part)), *of_x])
+        return side_by_side(chains)
 
     def _add_group(self, total: Tile, weights: Tile, x: Tile, group: int, start: int) -> Tile:
         """Returns the total with the products of a group's weights and x, columns `start` .. of the step."""
@@ -60,8 +67,8 @@ class Mma(Engine):
         sums = p.row_sums(x, self.row) if self.plan.arithmetic.zeros_in_sums else None
         return self.scaling.add_scaled(total, product, group, sums)
 
-    def end(self, carried: list[Tile]) -> Tile:
-        return self.scaling.whole(*carried)
+    def end(self, carried: list[Tile]) -> list[Tile]:
+        return [self.scaling.whole(*of_chain) for of_chain in by_chain(self.block, carried)]
 
     def _begun(self, x: Tile, start: int) -> Tile:
         """Returns the accumulator of a product with columns `start` .. of a step."""

@@ -6,25 +6,28 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Candidates, KernelFamily
 from lowbit.passes.kernels.decode.schedule import ROTATED, Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.kernels.streaming.bounds import known_bounds
-from lowbit.passes.kernels.streaming.candidates import Block, least_schedules, of_block, step_lengths
+from lowbit.passes.kernels.streaming.candidates import Block, least_schedules, may_preload, of_block, step_lengths
+from lowbit.passes.kernels.streaming.cost_model import spills
 from lowbit.passes.kernels.streaming.legality import enough_blocks
 from lowbit.passes.kernels.streaming.plan import KernelPlan, known_plan
 from lowbit.passes.kernels.streaming.search_space import MOST_WARPS
-from lowbit.passes.kernels.sum_order import APART, SumOrder
+from lowbit.passes.kernels.sum_order import SumOrder
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
 
-_SPLITS, _WARPS_K = (1, 2, 4, 8), (1, 2, 3, 4, 8, 16)
+_SPLITS, _CHAINS = (1, 2, 4, 8), (1, 2, 3, 4, 8, 16)
+_OF_WARP = (1, 2, 4)  # chains that a warp may have
+_LONGEST_STEP = 512  # columns, of several chains
 _MOST_BY_MMA = 64  # tokens whose sums have room in registers
-_MOST_ACCUMULATORS = 16  # of mma.sync: row blocks times blocks of 8 tokens, per warp
+_MOST_ACCUMULATORS = 16  # of mma.sync: row blocks times blocks of 8 tokens times chains, per warp
 _MMA = tuple(product((1, 2, 4, 8), (1, 2, 4)))
 _WGMMA = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 4), (4, 8))
 """Row blocks of a warp, and warps along n."""
@@ -32,7 +35,9 @@ _WGMMA = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 4), (4, 8))
 
 def sum_order(spec: MatmulSpec, s: Schedule) -> SumOrder:
     """Returns the order in which a kernel adds up."""
-    return SumOrder(s.split_k, s.warps_k, s.step_k, tuple(_products(spec, known_plan(spec, s))))
+    parts = 1 if s.split_k == 1 or known_plan(spec, s).steps.take_turns else s.split_k
+    chains = s.warps_k * s.chains * s.split_k // parts
+    return SumOrder.of(spec, parts, chains, s.step_k // s.chains, tuple(_products(spec, known_plan(spec, s))))
 
 
 def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
@@ -49,9 +54,8 @@ def _products(spec: MatmulSpec, plan: KernelPlan) -> Iterator[str]:
     }
     yield from (name for name, holds in flags.items() if holds)
     if spec.outliers:
-        yield f"outliers {'by step' if s.outliers_by_step else 'first' if plan.outliers.are_spread else 'last'}"
-    if s.warps_k > 1 and s.split_k > 1 and not (spec.invariant and s.cluster > 1):
-        yield APART
+        when = "by step" if s.outliers_by_step else "first" if plan.outliers.are_spread else "last"
+        yield f"outliers {when}, shared out among {s.split_k} x {s.warps_k} warps"
     if not spec.invariant and s.tokens in ROTATED and plan.steps.rounds > 1:
         yield f"rotated every {s.rows} rows"
     if not spec.invariant and s.cluster > 2:
@@ -66,22 +70,43 @@ def _has_two_sums(spec: MatmulSpec) -> bool:
 
 def orders(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[SumOrder]:
     """Returns the orders that a family's kernels may have for every number of tokens."""
-    cuts = product(_SPLITS, _WARPS_K, step_lengths(spec, 1))
-    clustered = target.has_clusters  # as schedules of `of_block` are
+    # Blocks of a cluster have chains as warps do.
+    splits = (1,) if target.has_clusters and not spec.outliers else _SPLITS
+    cluster = target.has_clusters
     found = [
-        family.schedule_type(8, 1, 1, warps_k, step, 2, split_k, cluster=split_k if clustered else 1)
-        for split_k, warps_k, step in cuts
+        family.schedule_type(8, 1, 1, chains, columns, 2, split_k, cluster=split_k if cluster else 1)
+        for split_k, chains, columns in product(splits, _CHAINS, step_lengths(spec, 1))
     ]
-    found = [s for s in found if spec.packing.padded_k > s.step_k * warps_of(s)]
+    found = [s for s in found if spec.packing.padded_k > s.step_k * s.warps_k * s.split_k]
     if _has_two_sums(spec) and can_use_wgmma(spec, target):
         found += [replace(s, warps_n=4, wgmma=True) for s in found if 4 * s.warps_k <= MOST_WARPS]
     found += [s for tokens in (8, 64) for s in least_schedules(spec, tokens, target, family)]
     return list(dict.fromkeys(sum_order(spec, s) for s in found))
 
 
-def warps_of(s: Schedule) -> int:
-    """Returns how many warps share a row's k."""
-    return s.warps_k * s.split_k
+class Cut(NamedTuple):
+    """A way in which blocks, warps and chains have an order: fields of `Schedule`."""
+
+    split_k: int
+    warps_k: int
+    step_k: int
+    chains: int
+
+
+def cuts_of(spec: MatmulSpec, target: Target, order: SumOrder) -> Iterator[Cut]:
+    """Yields the ways of blocks, of the warps of each and of their chains to share out the chains of an order."""
+    for split_k, chains in product(_SPLITS, _OF_WARP):
+        shared = order.chains * order.parts, split_k * chains
+        if order.parts not in (1, split_k) or shared[0] % shared[1] or (spec.outliers and chains > 1):
+            continue
+        if split_k > 1 and order.parts == 1 and not target.has_clusters:
+            continue
+        step_k = order.step_k * chains
+        if chains == 1 or step_k <= _LONGEST_STEP:
+            yield Cut(split_k, shared[0] // shared[1], step_k, chains)
+    if order.parts * order.chains == 1:  # where steps may be longer
+        longer = (step for step in step_lengths(spec, 1) if step > order.step_k)
+        yield from (Cut(1, 1, step, 1) for step in longer)
 
 
 def in_order(
@@ -94,6 +119,10 @@ def in_order(
         yield Candidates(least, partial(_least, family, spec, token_tile, target, order))
     if token_tile > 1 and can_use_wgmma(spec, target):
         yield from _of_engine(spec, token_tile, target, order, family, wgmma=True)
+    if may_preload(spec, token_tile, target):
+        least = known_bounds(spec, token_tile, target, wgmma=True, integer_mma=False).of_all
+        least *= target.costs.decode.preloaded
+        yield Candidates(least, partial(_preloaded, family, spec, token_tile, target, order))
 
 
 def _of_engine(
@@ -101,23 +130,43 @@ def _of_engine(
 ) -> Iterator[Candidates[S]]:
     """Yields those of one engine that are larger than the least ones."""
     tokens, bounds = max(8, token_tile), known_bounds(spec, token_tile, target, wgmma, integer_mma=False)
-    for row_blocks, warps_n in _WGMMA if wgmma else _MMA:
-        if _has_room(order, tokens, row_blocks, warps_n, wgmma):
-            blocks = -(-spec.n // (16 * row_blocks * warps_n)) * order.split_k
-            shape = row_blocks, warps_n, order.warps_k, order.split_k
-            block = Block(tokens, *shape, wgmma, False, enough_blocks(blocks, target) if wgmma else 0)
-            least = bounds.of_shape(*shape, steps=[order.step_k], sums=tokens)
-            yield Candidates(least, partial(_of_order, family, spec, target, block, order))
+    for cut, (row_blocks, warps_n) in product(cuts_of(spec, target, order), _WGMMA if wgmma else _MMA):
+        if _has_room(cut, tokens, row_blocks, warps_n, wgmma):
+            blocks = -(-spec.n // (16 * row_blocks * warps_n)) * cut.split_k
+            shape = row_blocks, warps_n, cut.warps_k, cut.split_k
+            block = Block(tokens, *shape, wgmma, False, enough_blocks(blocks, target) if wgmma else 0, cut.chains)
+            least = bounds.of_shape(*shape, steps=[cut.step_k], sums=tokens)
+            yield Candidates(least, partial(_of_order, family, spec, target, block, cut.step_k, order))
 
 
-def _has_room(order: SumOrder, tokens: int, row_blocks: int, warps_n: int, wgmma: bool) -> bool:
+def _has_room(cut: Cut, tokens: int, row_blocks: int, warps_n: int, wgmma: bool) -> bool:
     """Whether a block has neither too many warps nor too many accumulators."""
-    return warps_n * order.warps_k <= MOST_WARPS and (wgmma or row_blocks * tokens // 8 <= _MOST_ACCUMULATORS)
+    accumulators = row_blocks * tokens // 8 * cut.chains
+    return warps_n * cut.warps_k <= MOST_WARPS and (wgmma or accumulators <= _MOST_ACCUMULATORS)
 
 
-def _of_order(family: KernelFamily[S], spec: MatmulSpec, target: Target, block: Block, order: SumOrder) -> list[S]:
-    found = of_block(family, spec, target, block, [order.step_k])
+def _of_order(
+    family: KernelFamily[S], spec: MatmulSpec, target: Target, block: Block, step_k: int, order: SumOrder
+) -> list[S]:
+    found = of_block(family, spec, target, block, [step_k])
     return [s for s in found if family.sum_order(spec, s) == order]
+
+
+def _preloaded(family: KernelFamily[S], spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder) -> list[S]:
+    """Those that have all of the weight on its way at once, in blocks that leave room for the next kernel's."""
+    processors = target.multiprocessors
+    found = [
+        family.schedule_type(
+            *(token_tile, 1, 4, cut.warps_k, cut.step_k, 1, cut.split_k, cut.split_k, True),
+            preload_weights=True,
+            min_blocks=processors,
+            chains=cut.chains,
+        )
+        for cut in cuts_of(spec, target, order)
+        if -(-spec.n // 64) * cut.split_k <= processors and 4 * cut.warps_k <= MOST_WARPS
+    ]
+    fitting = [s for s in found if family.allows(spec, s, target) and family.sum_order(spec, s) == order]
+    return [s for s in fitting if not spills(known_plan(spec, s), target)]
 
 
 def _least(family: KernelFamily[S], spec: MatmulSpec, token_tile: int, target: Target, order: SumOrder) -> list[S]:

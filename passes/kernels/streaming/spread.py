@@ -67,8 +67,8 @@ class SpreadMma(Engine):
             total = self.scaling.add_scaled(total, product, part, sums)
         return [total]
 
-    def end(self, carried: list[Tile]) -> Tile:
-        return self.convert.with_exponent(self.p.reduce(carried[0], 2))
+    def end(self, carried: list[Tile]) -> list[Tile]:
+        return [self.convert.with_exponent(self.p.reduce(carried[0], 2))]
 
     def _blocks_of_x(self) -> Tile:
         """Loads blocks of 16 columns below one another, a lane those of its row of operand B."""

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
+
+
+class Product(NamedTuple):
+    """Columns of a step whose products are added up from zero where groups have scales: `start` .. of the step.
+
+    chain  to whose sums they are added
+    """
+
+    chain: int
+    group: int
+    start: int
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,12 @@ class Steps:
     def cover_exactly(self) -> bool:
         """Whether no warp ever meets a step beyond the last."""
         return self.rounds * self.schedule.warps_k * self.schedule.split_k == self.count
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether blocks that split k have every so manieth round; else each has rounds side by side. Blocks of a
+        cluster do so where there is one order of sums for all kernels: a chain of it may be any warp's then."""
+        return self.spec.invariant and self.schedule.cluster > 1
 
     @property
     def stages(self) -> int:
@@ -73,6 +92,14 @@ class Steps:
         """Groups in a step, 1 if a group is longer; 0 for one scale per row."""
         group = self.spec.packing.padded_group
         return 0 if group is None else max(1, self.schedule.step_k // group)
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """The products of a step, in order: of a group, or of a chain's columns where groups are longer."""
+        s, groups = self.schedule, max(1, self.groups)
+        columns = s.step_k // max(groups, s.chains)
+        starts = range(0, s.step_k, columns)
+        return tuple(Product(i * s.chains // s.step_k, i * groups // s.step_k, i, columns) for i in starts)
 
     @property
     def rows_of_groups(self) -> int:

@@ -17,7 +17,7 @@ from lowbit.passes.kernels.scales.block_scales import Scales
 from lowbit.passes.kernels.scales.sum_scaling import SumScaling
 from lowbit.passes.kernels.scales.weight_scaling import WeightScaling
 from lowbit.passes.kernels.streaming.block import Block
-from lowbit.passes.kernels.streaming.engine import Engine, zero_sums
+from lowbit.passes.kernels.streaming.engine import Engine, by_chain, side_by_side, zero_sums
 from lowbit.passes.kernels.streaming.fragments import sum_fragments, weight_fragments
 from lowbit.passes.kernels.streaming.operands import Operands
 
@@ -38,17 +38,24 @@ class Wgmma(Engine):
         return zero_sums(self.block, self.sums)
 
     def step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
-        p, groups, width = self.p, self.plan.steps.groups, self.block.schedule.step_k
+        p = self.p
         self.scales.begin_step()
         a = self.weights.decoded(words(), self.codes)
-        if not groups:
-            sums = [p.add(c, self._sums_of_x(0, width)) for c in carried[1:]]
-            return [p.warpgroup_mma(a, self.x.buffer, 0, carried[0]), *sums]
-        (total,) = carried
-        for group in range(groups):
-            start = group * (width // groups)
-            total = self._add_group(total, p.slice(a, 2, start, width // groups), group, start)
-        return [total]
+        if not self.plan.steps.groups:
+            return self._row_step(a, carried)
+        totals = list(carried)
+        for chain, group, start, columns in self.plan.steps.products:
+            totals[chain] = self._add_group(totals[chain], p.slice(a, 2, start, columns), group, start)
+        return totals
+
+    def _row_step(self, a: Tile, carried: list[Tile]) -> list[Tile]:
+        """One step where rows have one scale: sums of x are carried beside the products."""
+        p, chains = self.p, list[list[Tile]]()
+        for some, (total, *sums) in zip(self.plan.steps.products, by_chain(self.block, carried), strict=True):
+            of_x = [p.add(each, self._sums_of_x(some.start, some.columns)) for each in sums]
+            weights = p.slice(a, 2, some.start, some.columns)
+            chains.append([p.warpgroup_mma(weights, self.x.buffer, some.start, total), *of_x])
+        return side_by_side(chains)
 
     def _add_group(self, total: Tile, weights: Tile, group: int, start: int) -> Tile:
         """Returns the total with the products of a group's weights and columns `start` .. of x."""
@@ -64,8 +71,9 @@ class Wgmma(Engine):
     def _sums_of_x(self, start: int, columns: int) -> Tile:
         return self.p.warpgroup_row_sums(self.x.buffer, start, columns, self.row)
 
-    def end(self, carried: list[Tile]) -> Tile:
-        return self.scaling.whole(with_sum_power(self.block, carried[0]), *carried[1:])
+    def end(self, carried: list[Tile]) -> list[Tile]:
+        chains = by_chain(self.block, carried)
+        return [self.scaling.whole(with_sum_power(self.block, total), *of_x) for total, *of_x in chains]
 
 
 class InPlaceWgmma(Engine):
@@ -96,8 +104,8 @@ class InPlaceWgmma(Engine):
         p.await_products(0)
         return []
 
-    def end(self, carried: list[Tile]) -> Tile:
-        return with_sum_power(self.block, self.p.read(self.total))
+    def end(self, carried: list[Tile]) -> list[Tile]:
+        return [with_sum_power(self.block, self.p.read(self.total))]
 
 
 def with_sum_power(block: Block, total: Tile) -> Tile:
