@@ -16,6 +16,11 @@ def fits_async_x(spec: MatmulSpec) -> bool:
     return spec.k % spec.x.per_vector == 0 and not spec.packing.pads_groups
 
 
+def has_scales_of_x(spec: MatmulSpec) -> bool:
+    """Tells whether scales are numbers of x's type, unless they are codes of a second level."""
+    return spec.scale in (spec.act, "e4m3") or (spec.scale, spec.act) == ("e8m0", "bf16")
+
+
 def can_use_wgmma(spec: MatmulSpec, target: Target) -> bool:
     """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
     same_type = spec.compute is not None or compute_element(spec.dtype, spec.act) == spec.act

@@ -49,7 +49,8 @@ class Chains:
         if self.order.parts > 1:
             return steps
         whole = math.lcm(self.order.step_k, self.round.step) // self.order.step_k
-        return -(-steps // whole) * whole
+        least = -(-self.round.least_rounds * self.round.step // self.order.step_k)
+        return -(-max(steps, least) // whole) * whole
 
     @property
     def rounds(self) -> int:

@@ -62,8 +62,14 @@ class Round:
         order, k = self.schedule.order, self.spec.packing.padded_k
         if order:
             chain = -(-k // (order.step_k * order.parts * order.chains)) * order.step_k
-            return -(-chain // step) * step
-        return max(self.engine.least_rounds, -(-k // (step * self.schedule.split_k))) * step
+            return max(self.least_rounds, -(-chain // step)) * step
+        return max(self.least_rounds, -(-k // (step * self.schedule.split_k))) * step
+
+    @property
+    def least_rounds(self) -> int:
+        """Rounds of a tile, or of a chain, at least: of several chains one, since a loop goes over them."""
+        order = self.schedule.order
+        return 1 if order and order.parts * order.chains > 1 else self.engine.least_rounds
 
     @property
     def run(self) -> int:

@@ -13,6 +13,7 @@ from lowbit.dialect.formats.raw_codes import can_be_raw, zero_code
 from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.persistent.round import Round
+from lowbit.passes.kernels.requirements import has_scales_of_x
 from lowbit.passes.kernels.scales.in_order import scales_products, scales_weights
 
 GROUPS_AT_ONCE = 4  # whose numbers a lane reads at once where a warp computes those of a panel
@@ -94,8 +95,7 @@ class Scaling:
     def _has_exact_scales(self) -> bool:
         """Whether scales and codes are numbers of x's type."""
         spec = self.spec
-        exact = spec.scale in (spec.act, "e4m3") or (spec.scale, spec.act) == ("e8m0", "bf16")
-        exact = exact and not spec.bilevel and not self.rows_early
+        exact = has_scales_of_x(spec) and not spec.bilevel and not self.rows_early
         return exact and self._decodes_to_x and (spec.dtype.kind != "table" or self.exponent == 0)
 
     @property

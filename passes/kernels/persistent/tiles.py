@@ -121,7 +121,7 @@ class Tiles:
         """Blocks that split k have as many rounds each, some perhaps beyond the last column, where x is zero."""
         if self.schedule.order:
             return self.chains.count * self.chains.rounds
-        return max(self.round.engine.least_rounds, -(-self.spec.packing.padded_k // (self.round.step * split_k)))
+        return max(self.round.least_rounds, -(-self.spec.packing.padded_k // (self.round.step * split_k)))
 
     @property
     def rounds(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.requirements import has_scales_of_x
 
 
 def scales_weights(spec: MatmulSpec) -> bool:
@@ -19,7 +20,7 @@ def scales_weights(spec: MatmulSpec) -> bool:
     if spec.compute or spec.outliers or spec.experts > 1:
         return False
     element = compute_element(spec.dtype, spec.act)
-    alike = spec.zeros == "offset" if spec.bilevel else spec.scale in (spec.act, "e4m3")
+    alike = spec.zeros == "offset" if spec.bilevel else has_scales_of_x(spec)
     return alike and element == spec.act and exponent(spec.dtype, element) == 0
 
 

@@ -33,7 +33,8 @@ Zeros and offsets:
 - Integer zeros are subtracted as codes are decoded, which takes a subtraction anyway; q - z is exact in f16 and bf16.
 - Float zeros touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. With wgmma
   that mma would cost as much as 64 rows. So weights are scaled there, s * q + (- s * z), both rounded to the type of x.
-- An offset o goes the same ways: o * sum(x), or s * q + o.
+- An offset o goes the same ways: o * sum(x), or s * q + o. Weights of an invariant matmul are scaled
+  with mma.sync, too, and with integer zeros (`passes.kernels.scales.in_order`).
 - Unsigned integers without zeros are multiplied as they are stored, in f16, with no subtraction, and so are formats
   that have sums of x anyway (`Arithmetic.raw_codes`). With `Schedule.raw_codes` all others are as well; sums of x then
   correct zero points and the offset of signed codes.
@@ -43,6 +44,9 @@ adds the products to its sums, before, in or after the loop (`passes.kernels.str
 
 Where scales are codes, or e4m3, a warp computes them at the head of a step, once for all its lanes
 (`passes.kernels.scales.step_scales`).
+
+Of an invariant matmul a warp may have several sums, its chains, each with its columns of every step, and blocks of a
+cluster take turns at rounds (`Steps.take_turns`): so a chain of the order of sums (`SumOrder`) may be any warp's.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and

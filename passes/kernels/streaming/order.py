@@ -85,7 +85,7 @@ def orders(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[Su
 
 
 class Cut(NamedTuple):
-    """A way in which blocks, warps and chains have an order: fields of `Schedule`."""
+    """Who has the chains of an order: fields of `Schedule`."""
 
     split_k: int
     warps_k: int
@@ -95,16 +95,14 @@ class Cut(NamedTuple):
 
 def cuts_of(spec: MatmulSpec, target: Target, order: SumOrder) -> Iterator[Cut]:
     """Yields the ways of blocks, of the warps of each and of their chains to share out the chains of an order."""
+    every = order.parts * order.chains
     for split_k, chains in product(_SPLITS, _OF_WARP):
-        shared = order.chains * order.parts, split_k * chains
-        if order.parts not in (1, split_k) or shared[0] % shared[1] or (spec.outliers and chains > 1):
-            continue
-        if split_k > 1 and order.parts == 1 and not target.has_clusters:
-            continue
+        blocks_fit = split_k == order.parts or (order.parts == 1 and target.has_clusters)
         step_k = order.step_k * chains
-        if chains == 1 or step_k <= _LONGEST_STEP:
-            yield Cut(split_k, shared[0] // shared[1], step_k, chains)
-    if order.parts * order.chains == 1:  # where steps may be longer
+        step_fits = chains == 1 or (step_k <= _LONGEST_STEP and not spec.outliers)
+        if blocks_fit and step_fits and every % (split_k * chains) == 0:
+            yield Cut(split_k, every // (split_k * chains), step_k, chains)
+    if every == 1:  # then steps may be longer
         longer = (step for step in step_lengths(spec, 1) if step > order.step_k)
         yield from (Cut(1, 1, step, 1) for step in longer)
 

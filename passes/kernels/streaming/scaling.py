@@ -14,6 +14,7 @@ from lowbit.dialect.formats.byte_codes import byte_exponent
 from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.requirements import has_scales_of_x
 from lowbit.passes.kernels.scales.in_order import scales_weights
 from lowbit.passes.kernels.streaming.steps import Steps
 
@@ -78,8 +79,7 @@ class Scaling:
     @property
     def _scales_like_x(self) -> bool:
         """Whether scales are numbers of x's type, or codes, whose numbers are rounded to it."""
-        scale, act = self.spec.scale, self.spec.act
-        return scale in (act, "e4m3") or (scale, act) == ("e8m0", "bf16") or self.spec.bilevel is not None
+        return has_scales_of_x(self.spec) or self.spec.bilevel is not None
 
     @property
     def _decodes_values(self) -> bool:
